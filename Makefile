@@ -1,0 +1,66 @@
+# `make demo` and `make test` set up all they need in .venv. They want a Python >= 3.12, which Megatron's wheels are for.
+PYTHON ?= $(shell .ci/find-python)
+MEGATRON := 0.19.2
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find megatron_autoinstrument -name '*.py') pyproject.toml megatron_autoinstrument.pth README.md
+PIP := $(BIN)/pip --disable-pip-version-check -q
+# The tiny model gains nothing from compiling, or from many threads.
+export TORCHDYNAMO_DISABLE := 1
+export OMP_NUM_THREADS := 1
+export CUDA_DEVICE_MAX_CONNECTIONS := 1
+
+.PHONY: demo test test-all test-unit test-megatron test-matrix lint clean
+
+demo: $(VENV)/megatron $(VENV)/installed
+	@PATH="$(CURDIR)/$(BIN):$$PATH" MEGATRON_OTEL_SPAN_GROUPS=all MEGATRON_OTEL_RANK_STRATEGY=all_ranks \
+	  megatron-autoinstrument show -- \
+	  opentelemetry-instrument torchrun --nproc-per-node 2 fixtures/pretrain_tiny_gpt.py \
+	  $$(cat fixtures/tiny_gpt.args) --pipeline-model-parallel-size 2
+
+test: lint test-unit test-megatron
+
+test-unit: $(VENV)/installed
+	$(BIN)/python -m pytest tests/unit
+
+test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest
+	$(BIN)/python -m pytest tests/megatron
+
+test-all: test test-matrix
+
+# The unit tests on each supported Python that is here, with the oldest and the newest OpenTelemetry.
+test-matrix:
+	.ci/test-matrix
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .venv-matrix
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.12 found. Name one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/tools: $(BIN)/python pyproject.toml
+	$(PIP) install -U pip
+	$(PIP) install --group test --group lint
+	@touch $@
+
+# The wheel itself, not an editable install: its .pth file is one of the ways in.
+$(VENV)/installed: $(VENV)/tools $(SOURCES)
+	$(PIP) install --upgrade .
+	$(PIP) install --no-deps --force-reinstall .
+	@touch $@
+
+$(VENV)/megatron: $(VENV)/tools
+	@echo "Installing torch and megatron-core $(MEGATRON): some minutes and 6 GB, once."
+	$(PIP) install torch megatron-core==$(MEGATRON) triton psutil
+	@touch $@
+
+# Beside the newest, for PYTHONPATH: what opentelemetry-instrument was in the oldest supported release.
+$(VENV)/otel-oldest: $(VENV)/tools
+	$(PIP) install --target $@.new opentelemetry-distro==0.54b0 opentelemetry-exporter-otlp-proto-grpc==1.33.0 'wrapt<2' 'setuptools<80' 2>/dev/null
+	@mv $@.new $@

@@ -1,0 +1,113 @@
+"""What the environment asks for. A value that can't be used is named in one warning and the default stands."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron_autoinstrument import environment_variables as names
+from megatron_autoinstrument import groups, ranks
+
+_logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_warned: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of one installation."""
+
+    enabled: bool | None  # None: nobody said
+    rank_strategy: str
+    export_rank: int
+    export_sample_rate: float
+    span_groups: frozenset[str]
+    exporter: str | None  # None: nobody said
+
+
+def from_environment(place: ranks.Rank) -> Config:
+    """Reads the `MEGATRON_OTEL_*` variables and their `NEMO_LENS_*` fallbacks.
+
+    Args:
+        place: This process's place: the first rank is the one that warns, and MEGATRON_OTEL_EXPORT_RANK must exist.
+    """
+    last = place.world_size - 1
+
+    def read(name: str, parse: Callable[[str], _T], default: _T, allowed: str, alias: str | None = None) -> _T:
+        return _read(name, parse, default, allowed, alias, warn=place.rank == 0)
+
+    sdk_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    strategies = ", ".join(ranks.STRATEGIES)
+    traces = read(names.MEGATRON_OTEL_TRACES_ENABLED, _boolean, True, _BOOLEANS)
+    span_groups = read(names.MEGATRON_OTEL_SPAN_GROUPS, groups.parse, groups.PRESETS["default"], groups.KNOWN)
+    return Config(
+        # The SDK's own switch leaves nothing to record for.
+        enabled=False if sdk_disabled else read(names.MEGATRON_OTEL_ENABLED, _boolean, None, _BOOLEANS),
+        rank_strategy=read(
+            names.MEGATRON_OTEL_RANK_STRATEGY,
+            _one_of(*ranks.STRATEGIES),
+            "single_rank",
+            strategies,
+            alias=names.MEGATRON_OTEL_EXPORT_STRATEGY,
+        ),
+        export_rank=read(names.MEGATRON_OTEL_EXPORT_RANK, _between(int, -1, last), -1, f"-1 to {last}"),
+        export_sample_rate=read(
+            names.MEGATRON_OTEL_EXPORT_SAMPLE_RATE, _between(float, 0.0, 1.0), 1.0, "a number from 0 to 1"
+        ),
+        span_groups=span_groups if traces else frozenset(),
+        exporter=read(names.MEGATRON_OTEL_EXPORTER, _one_of("otlp", "console"), None, "otlp, console"),
+    )
+
+
+def _read(name: str, parse: Callable[[str], _T], default: _T, allowed: str, alias: str | None, *, warn: bool) -> _T:
+    asked = [name, *([alias] if alias else [])]
+    asked += [variable.replace("MEGATRON_OTEL_", "NEMO_LENS_") for variable in asked]
+    for variable in asked:
+        value = os.environ.get(variable, "").strip()
+        if not value:
+            continue
+        try:
+            return parse(value)
+        except ValueError:
+            if warn and (variable, value) not in _warned:
+                _warned.add((variable, value))
+                _logger.warning("%s=%r is ignored. Allowed: %s.", variable, value, allowed)
+            return default
+    return default
+
+
+_BOOLEANS = "1, true, yes, on, 0, false, no, off"
+
+
+def _boolean(value: str) -> bool:
+    lowered = value.lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(value)
+
+
+def _one_of(*known: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value.lower() not in known:
+            raise ValueError(value)
+        return value.lower()
+
+    return parse
+
+
+_N = TypeVar("_N", int, float)
+
+
+def _between(number: Callable[[str], _N], low: _N, high: _N) -> Callable[[str], _N]:
+    def parse(value: str) -> _N:
+        parsed = number(value)
+        if not low <= parsed <= high:  # also refuses NaN
+            raise ValueError(value)
+        return parsed
+
+    return parse

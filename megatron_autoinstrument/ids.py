@@ -1,0 +1,45 @@
+"""Identifiers: span and trace ids that leave training's random state alone, and the run's own id."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
+
+from megatron_autoinstrument.environment_variables import NEMO_LENS_RUN_ID
+from megatron_autoinstrument.targets import global_vars
+
+# Never Python's global generator: Megatron seeds it alike on all ranks, so that ranks would draw the same ids, and
+# each span would move the state that training draws from.
+_random = random.Random(os.urandom(32))
+os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
+
+
+class PrivateIdGenerator(IdGenerator):
+    """The SDK's random ids, drawn from a generator of our own."""
+
+    def generate_span_id(self) -> int:
+        return _random.getrandbits(64) or self.generate_span_id()
+
+    def generate_trace_id(self) -> int:
+        return _random.getrandbits(128) or self.generate_trace_id()
+
+
+def keep_random_state(tracer: object) -> None:
+    """Gives our tracer ids of the private generator, where it would draw them from Python's global one. Other
+    tracers of that provider, and generators that someone chose, stay as they are."""
+    if type(getattr(tracer, "id_generator", None)) is RandomIdGenerator:
+        tracer.id_generator = PrivateIdGenerator()  # type: ignore[attr-defined]
+
+
+def run_id() -> str:
+    """The id of this run, the same on every rank: NEMO_LENS_RUN_ID, else SLURM's job id, else torchrun's run id,
+    else a hash of the start time that Megatron has all-reduced, else (no megatron.training) of the rendezvous."""
+    for name in (NEMO_LENS_RUN_ID, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        value = os.environ.get(name, "").strip()
+        if value and not (name == "TORCHELASTIC_RUN_ID" and value == "none"):
+            return value
+    shared = global_vars.start_time() or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return hashlib.sha256(str(shared).encode()).hexdigest()[:12]

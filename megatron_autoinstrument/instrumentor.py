@@ -1,0 +1,91 @@
+"""The life cycle: when and on which ranks Megatron is instrumented. What is done then is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Collection
+from typing import Any
+
+from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
+from opentelemetry.trace import TracerProvider
+
+from megatron_autoinstrument import autoload, config, patching, ranks
+from megatron_autoinstrument.spans import RECORDER
+
+_logger = logging.getLogger(__name__)
+
+LEDGER = patching.Ledger()
+
+
+class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its package has no types
+    """Records NVIDIA Megatron-LM training with OpenTelemetry.
+
+    `instrument()` may come before or after Megatron is imported, and again after `uninstrument()`, also while
+    training runs. What to record, and on which ranks, is told by the environment variables of
+    `megatron_autoinstrument.environment_variables`. On ranks that don't export, nothing is patched.
+    """
+
+    _waiting: Any = None  # for Megatron's import
+
+    def instrumentation_dependencies(self) -> Collection[str]:
+        # A git checkout of Megatron has no package metadata, and a requirement on it would then, without a word,
+        # turn us off.
+        return ()
+
+    def _instrument(self, **kwargs: Any) -> None:
+        """
+        Args:
+            tracer_provider: The provider to use in place of the global one.
+        """
+        provider: TracerProvider | None = kwargs.get("tracer_provider")
+
+        def install() -> None:
+            try:
+                _install(provider)
+            except Exception:
+                if patching.reraise_internal_errors:
+                    raise
+                _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
+
+        if any(name == "megatron" or name.startswith("megatron.") for name in sys.modules):
+            install()
+        else:
+            self._waiting = autoload.before_megatron(install)
+
+    def _uninstrument(self, **kwargs: Any) -> None:
+        if self._waiting is not None:
+            autoload.forget(self._waiting)
+            self._waiting = None
+        LEDGER.uninstall()
+        RECORDER.flush()
+
+
+def _install(provider: TracerProvider | None) -> None:
+    place = ranks.current()
+    settings = config.from_environment(place)
+    if settings.enabled is False or not settings.span_groups or ranks.is_helper_process():
+        return
+    if not ranks.exports(place, settings):
+        return
+
+    def connect() -> Any:
+        # Only now: the SDK takes long to import, and the run's id is known no earlier.
+        from megatron_autoinstrument import ids, resource, sdk
+
+        return sdk.connect(provider, settings.exporter, resource.attributes(place, ids.run_id()))
+
+    from megatron_autoinstrument.targets import SEAMS
+
+    RECORDER.connect_by(connect)
+    LEDGER.install(SEAMS, settings.span_groups)
+
+
+def _silence() -> None:
+    LEDGER.silence()
+    RECORDER.abandon()
+
+
+# Forked children (data workers, checkpoint writers) record nothing, whatever was running when they were forked.
+os.register_at_fork(after_in_child=_silence)

@@ -1,0 +1,264 @@
+"""Replaces functions of Megatron by wrappers, and puts every one of them back.
+
+A seam names a function. The ledger remembers what each seam replaced, so that a half-done install, and uninstall,
+restore exactly that. Wrappers are plain functions: Megatron deep-copies, pickles and inspects what it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import wrapt
+
+_logger = logging.getLogger(__name__)
+
+Arguments = tuple[Any, ...]
+Function = Callable[..., Any]
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+reraise_internal_errors = False
+"""Set by this package's own tests, so that no fault of ours hides behind the guard."""
+
+
+class Hook(NamedTuple):
+    """What a wrapper runs around the original.
+
+    `begin(args, kwargs)` returns a token, or None when this call is of no interest. `end(token, result, error)` gets
+    that token and what the original returned or raised.
+    """
+
+    begin: Callable[[Arguments, Mapping[str, Any]], Any]
+    end: Callable[[Any, Any, BaseException | None], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Seam:
+    """A function of Megatron to wrap.
+
+    Attributes:
+        module: The module whose import makes the function available.
+        path: Where it is in that module, such as "train_step" or "P2PCommunicator.recv_forward".
+        groups: The span groups that need it. It is left alone unless one of them is on.
+        hook: Makes the hook for an original function; told the groups that are on.
+        home: The module that defines the function, where that is another one.
+    """
+
+    module: str
+    path: str
+    groups: Set[str]
+    hook: Callable[[Function, frozenset[str]], Hook]
+    home: str | None = None
+
+
+class _Patch:
+    """One wrapper, made once for a seam and an original and kept for the life of the process: references to it
+    outlive uninstall, pass through meanwhile, and come alive again on the next install."""
+
+    __slots__ = ("hook", "original", "seam", "wrapper")
+
+    def __init__(self, seam: Seam, original: Function) -> None:
+        self.seam = seam
+        self.original = original
+        self.hook: Hook | None = None
+        self.wrapper = _wrap(self, original)
+
+
+def _wrap(patch: _Patch, original: Function) -> Function:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        hook = patch.hook
+        if hook is None:
+            return original(*args, **kwargs)
+        try:
+            token = hook.begin(args, kwargs)
+        except Exception:  # noqa: BLE001
+            token = None
+            _turn_off(patch)
+        if token is None:
+            return original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            _end(patch, hook, token, None, error)
+            raise
+        _end(patch, hook, token, result, None)
+        return result
+
+    # The original's __dict__ is left out: a marker of torch's in it would make dynamo skip the wrapper.
+    return functools.update_wrapper(wrapper, original, updated=())
+
+
+def _end(patch: _Patch, hook: Hook, token: Any, result: Any, error: BaseException | None) -> None:
+    try:
+        hook.end(token, result, error)
+    except Exception:  # noqa: BLE001
+        _turn_off(patch)
+
+
+def _turn_off(patch: _Patch) -> None:
+    """Called from an except clause: our own failure costs the user this one seam and one message."""
+    if reraise_internal_errors:
+        raise
+    patch.hook = None
+    _logger.warning(
+        "Recording of %s.%s failed and is off from here on; training goes on. Please report this.",
+        patch.seam.module,
+        patch.seam.path,
+        exc_info=True,
+    )
+
+
+class _Replacement(NamedTuple):
+    holder: Any  # a module or a class
+    name: str
+    original: Any  # as inspect.getattr_static gives it: a static or class method stays one
+    replacement: Any
+    inherited: bool  # the holder had no such attribute of its own
+
+
+class Ledger:
+    """Everything of Megatron that is replaced now."""
+
+    def __init__(self) -> None:
+        self._patches: dict[tuple[Seam, int], _Patch] = {}
+        self._replacements: list[_Replacement] = []
+        self._groups: frozenset[str] = frozenset()
+        self._wanted: dict[str, list[Seam]] = {}
+        self._watched: set[str] = set()  # wrapt's hooks can't be taken back, so each is set once
+
+    def install(self, seams: Iterable[Seam], groups: frozenset[str]) -> None:
+        """Wraps the seams of `groups`: now where their module is loaded, else when it is imported.
+
+        Raises:
+            Exception: something went wrong that is no missing seam; nothing stays replaced then.
+        """
+        self._groups = groups
+        for seam in seams:
+            if not groups.isdisjoint(seam.groups):
+                self._wanted.setdefault(seam.module, []).append(seam)
+        try:
+            loaded = [module for name in self._wanted if (module := sys.modules.get(name)) is not None]
+            for module in loaded:
+                self._patch_module(module)
+            if loaded:
+                self._rebind({id(patch.original): patch.wrapper for patch in self._live()})
+            for name in self._wanted.keys() - sys.modules.keys() - self._watched:
+                self._watched.add(name)
+                wrapt.register_post_import_hook(self._on_import, name)
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def uninstall(self) -> None:
+        """Puts back every original, also in names that were bound to a wrapper meanwhile."""
+        self.silence()
+        while self._replacements:
+            holder, name, original, replacement, inherited = self._replacements.pop()
+            if vars(holder).get(name) is not replacement:
+                continue  # somebody wrapped on top of us: theirs stays, ours passes through
+            if inherited:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, original)
+        self._rebind({id(patch.wrapper): patch.original for patch in self._patches.values()})
+
+    def silence(self) -> None:
+        """Makes every wrapper pass through, and leaves it in place."""
+        self._wanted.clear()
+        for patch in self._patches.values():
+            patch.hook = None
+
+    def _live(self) -> list[_Patch]:
+        return [patch for patch in self._patches.values() if patch.hook is not None]
+
+    def _on_import(self, module: ModuleType) -> None:
+        # Runs inside the application's import statement.
+        try:
+            self._patch_module(module)
+        except Exception:
+            if reraise_internal_errors:
+                raise
+            _logger.warning("Could not instrument %s; nothing is recorded.", module.__name__, exc_info=True)
+            self.uninstall()
+
+    def _patch_module(self, module: ModuleType) -> None:
+        for seam in self._wanted.get(module.__name__, ()):
+            try:
+                holder, name, original = wrapt.resolve_path(module, seam.path)
+            except AttributeError:
+                _logger.info("This Megatron has no %s.%s: its spans are left out.", seam.module, seam.path)
+                continue
+            self._replace(seam, holder, name, original)
+
+    def _replace(self, seam: Seam, holder: Any, name: str, original: Any) -> None:
+        kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
+        function = original.__func__ if kind else original
+        patch = self._patch_in(seam, function)
+        if patch is None:
+            patch = self._patches[seam, id(function)] = _Patch(seam, function)
+        patch.hook = seam.hook(patch.original, self._groups)
+        if patch.original is not function:
+            return  # ours is below another's wrapper already
+        replacement = kind(patch.wrapper) if kind else patch.wrapper
+        self._replacements.append(_Replacement(holder, name, original, replacement, name not in vars(holder)))
+        setattr(holder, name, replacement)
+
+    def _patch_in(self, seam: Seam, function: Function | None) -> _Patch | None:
+        """The patch of `seam` made for `function`, or for one that it wraps."""
+        while function is not None:
+            if (patch := self._patches.get((seam, id(function)))) is not None:
+                return patch
+            function = getattr(function, "__wrapped__", None)
+        return None
+
+    def _rebind(self, new: Mapping[int, Any]) -> None:
+        """Gives names made by `from X import f` the function that X has now."""
+        for module in _namespaces(patch.seam for patch in self._patches.values()):
+            namespace = vars(module)
+            for name, value in list(namespace.items()):
+                if id(value) in new:
+                    namespace[name] = new[id(value)]
+
+
+def _namespaces(seams: Iterable[Seam]) -> list[ModuleType]:
+    """The loaded modules that may have bound a seam's function: Megatron's, the user's own, and the packages that
+    re-export a function from elsewhere. To scan all modules would take fifteen times as long."""
+    homes = {seam.home for seam in seams if seam.home}
+    parents = {home.rsplit(".", depth)[0] for home in homes for depth in range(home.count(".") + 1)}
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+        and (name.partition(".")[0] == "megatron" or name in parents or _is_users(vars(module).get("__file__")))
+    ]
+
+
+def _is_users(file: Any) -> bool:
+    return isinstance(file, str) and not file.startswith(_LIBRARIES) and "-packages" not in file
+
+
+def argument(function: Function, name: str) -> Callable[[Arguments, Mapping[str, Any]], Any]:
+    """A reader of the parameter `name` from a call's arguments; it gives None where the call or the function has no
+    such parameter. The signature is looked at now, not on each call."""
+    parameters = list(inspect.signature(function).parameters.values())
+    position, default = sys.maxsize, None
+    for index, parameter in enumerate(parameters):
+        if parameter.name == name:
+            default = None if parameter.default is parameter.empty else parameter.default
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                position = index
+
+    def read(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        return args[position] if position < len(args) else default
+
+    return read

@@ -1,0 +1,75 @@
+"""Which rank this process is, and whether that rank records and exports."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron_autoinstrument.config import Config
+
+# (rank, world size, local rank), in the order in which they are believed. torchrun's come first: it may itself
+# have been started by srun or mpirun, whose numbers then count nodes.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+
+
+class Rank(NamedTuple):
+    """A process's place in the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def current() -> Rank:
+    """This process's place, from torchrun's, SLURM's or Open MPI's variables; else the only process."""
+    for names in _LAUNCHERS:
+        try:
+            rank, world_size = (int(os.environ[name]) for name in names[:2])
+        except (KeyError, ValueError):
+            continue
+        if 0 <= rank < world_size:
+            local_rank = os.environ.get(names[2], "")
+            return Rank(rank, world_size, int(local_rank) if local_rank.isdigit() else 0)
+    return Rank(0, 1, 0)
+
+
+def is_helper_process() -> bool:
+    """Whether `multiprocessing` started this process: a data worker or checkpoint writer, which runs the training
+    script's imports again and must record nothing.
+
+    A spawned child imports the main script before `parent_process()` knows, so its command line is asked too.
+    """
+    return multiprocessing.parent_process() is not None or any(
+        argument.startswith("from multiprocessing.") for argument in sys.orig_argv
+    )
+
+
+def _single_rank(place: Rank, config: Config) -> bool:
+    last = place.world_size - 1
+    return place.rank == (config.export_rank if 0 <= config.export_rank <= last else last)
+
+
+def _sampled(place: Rank, config: Config) -> bool:
+    # Multiples of the golden ratio: any rate is met evenly, and never by the same local rank of every node.
+    return place.rank * 0.6180339887498949 % 1.0 < config.export_sample_rate
+
+
+STRATEGIES: dict[str, Callable[[Rank, Config], bool]] = {
+    "single_rank": _single_rank,
+    "all_ranks": lambda place, config: True,
+    "sampled": _sampled,
+    "first_rank_per_node": lambda place, config: place.local_rank == 0,
+}
+
+
+def exports(place: Rank, config: Config) -> bool:
+    """Whether `place` records and exports under `config`'s rank strategy."""
+    return STRATEGIES[config.rank_strategy](place, config)

@@ -1,0 +1,44 @@
+"""The names that users rely on: spans, each with its group."""
+
+from __future__ import annotations
+
+SPAN_GROUPS: dict[str, str] = {
+    "megatron.pretrain": "job",
+    "megatron.train": "job",
+    "megatron.model_init": "model_init",
+    "megatron.load_checkpoint": "load_checkpoint",
+    "megatron.load_checkpoint.io_read": "load_checkpoint",
+    "megatron.train_step": "step",
+    "megatron.forward_backward": "forward_backward",
+    "megatron.microbatch.forward": "microbatch",
+    "megatron.microbatch.backward": "microbatch",
+    "megatron.pp.recv_forward.linked": "communication",
+    "megatron.p2p.recv_forward": "communication",
+    "megatron.p2p.send_forward": "communication",
+    "megatron.p2p.recv_backward": "communication",
+    "megatron.p2p.send_backward": "communication",
+    "megatron.grad_sync.start": "communication",
+    "megatron.grad_sync.finish": "communication",
+    "megatron.optimizer_step": "optimizer",
+    "megatron.save_checkpoint": "checkpoint",
+    "megatron.save_checkpoint.state_dict": "checkpoint",
+    "megatron.save_checkpoint.io_write": "checkpoint",
+    # Beyond Megatron's guide: what an asynchronous save does after megatron.save_checkpoint has returned.
+    "megatron.save_checkpoint.async_write": "checkpoint",
+    "megatron.evaluate": "evaluate",
+    "megatron.evaluate.step": "evaluate",
+}
+
+# Attributes beyond Megatron's guide.
+COMBINED = "megatron.p2p.combined"
+"""True on the spans of one call that both sends and receives: they share its time, which counts once."""
+OVERLAPPED = "megatron.p2p.overlapped"
+"""True where the call returned before the transfer was done: the span covers its launch."""
+FORWARD_ONLY = "megatron.forward_only"
+"""True on a forward-backward pass without a backward pass."""
+ASYNC = "megatron.checkpoint.async"
+"""True on an asynchronous save: its spans cover the launch, `megatron.save_checkpoint.async_write` the writing."""
+FINALIZED = "megatron.checkpoint.finalized"
+"""False on an asynchronous write that had not been finalized when the process ended."""
+METADATA_ONLY = "megatron.checkpoint.metadata_only"
+"""True on the read of a checkpoint's common state, which precedes that of its tensors."""

@@ -1,0 +1,395 @@
+"""The hot path: what one call of Megatron becomes on its way to a span.
+
+A call costs two clock reads and a record. Records of coarse calls are live OpenTelemetry spans, current while they
+run; those of frequent calls become spans later, in a thread of ours, with the times that were read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from threading import get_ident
+from time import time_ns
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import context as context_api
+from opentelemetry import trace
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode
+
+from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
+from megatron_autoinstrument.semconv import FINALIZED, SPAN_GROUPS
+
+if TYPE_CHECKING:
+    from megatron_autoinstrument.sdk import Connection
+
+_logger = logging.getLogger(__name__)
+
+Attributes = Mapping[str, Any]
+Reader = Callable[[Arguments, Mapping[str, Any]], Any]
+
+# How a record reaches OpenTelemetry.
+LIVE, FREQUENT, SILENT = "live", "frequent", "silent"
+
+MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
+_DRAIN_INTERVAL_S = 0.5
+_FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
+
+
+class Record:
+    """One call that is, or was, running."""
+
+    __slots__ = ("attributes", "end", "error", "kind", "links", "name", "owned", "parent", "span", "start", "token")
+
+    def __init__(
+        self, name: str, kind: str, parent: Record | None, attributes: dict[str, Any] | None, owned: bool = True
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.parent = parent
+        self.attributes = attributes
+        self.owned = owned  # by the training thread, so that calls inside it are its children
+        self.links: list[Link] | None = None
+        self.span: trace.Span | None = None
+        self.token: Any = None
+        self.error: dict[str, str] | None = None
+        self.end: int | None = None
+        self.start = time_ns()
+
+    @property
+    def context(self) -> SpanContext | None:
+        """Of this record's span, or the nearest enclosing one's; None if there is none, or not yet."""
+        record: Record | None = self
+        while record is not None:
+            if record.span is not None:
+                return record.span.get_span_context()
+            record = record.parent
+        return None
+
+
+class Recorder:
+    """What is running now, and what waits to become spans. State is explicit and global: autograd's threads have an
+    empty OpenTelemetry context, and what runs there belongs under what the training thread is doing."""
+
+    def __init__(self) -> None:
+        self.current: Record | None = None
+        self.dropped = 0
+        self._connect: Callable[[], Connection] | None = None
+        self._connection: Connection | None = None
+        self._ready = False
+        self._deferred: Record | None = None
+        self._training_thread = 0
+        self._waiting: deque[Record] = deque()
+        self._background: list[Record] = []
+        self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._asked: deque[tuple[bool, threading.Event]] = deque()
+        self._draining = threading.Lock()
+
+    # ------------------------------------------------------------------------------------------ the hot path
+
+    def begin(self, name: str, kind: str, attributes: dict[str, Any] | None = None) -> Record | None:
+        """Opens a record inside the one that is running. None where that has the same name: it is the same call."""
+        if not self._ready:
+            self._get_ready()
+        parent = self.current
+        if parent is None:
+            self._training_thread = get_ident()
+        elif parent.name == name:
+            return None
+        elif get_ident() != self._training_thread:
+            return self._keep(Record(name, FREQUENT, parent, attributes, owned=False))
+        record = Record(name, kind, parent, attributes)
+        if kind is LIVE:
+            self._open(record)
+        elif kind is FREQUENT:
+            self._keep(record)
+        self.current = record
+        return record
+
+    def beside(self, record: Record, name: str, attributes: dict[str, Any] | None = None) -> Record:
+        """A second record of the same call: same parent, same start. End it with `end_beside`."""
+        other = self._keep(Record(name, FREQUENT, record.parent, attributes, owned=False))
+        other.start = record.start
+        return other
+
+    def end(self, record: Record, error: BaseException | None = None, attributes: dict[str, Any] | None = None) -> None:
+        """Closes a record now."""
+        now = time_ns()
+        if record.owned:
+            self.current = record.parent
+        if attributes:
+            record.attributes = {**record.attributes, **attributes} if record.attributes else attributes
+        if error is not None:
+            record.error = self._describe(error, record)
+        if record.kind is LIVE:
+            self._close(record, now)
+        record.end = now  # last: from here on the thread may take it
+
+    def end_beside(self, other: Record, record: Record) -> None:
+        """Closes `other` with the time, and the error, of `record`."""
+        other.error = record.error
+        other.end = record.end
+
+    def _keep(self, record: Record) -> Record:
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.append(record)
+        else:
+            self.dropped += 1
+        return record
+
+    # ------------------------------------------------------------------------------------------ coarse calls
+
+    def begin_deferred(self, name: str) -> Record | None:
+        """Opens a live record whose span starts when the next record begins, or when it ends itself: before that,
+        the run has no identity and perhaps no provider. The span's start is now all the same."""
+        if self.current is not None:
+            return None
+        self._training_thread = get_ident()
+        self.current = self._deferred = Record(name, LIVE, None, None)
+        self._ready = False
+        return self.current
+
+    def settle(self) -> None:
+        """The run's identity is known: connects, and opens the deferred record."""
+        if not self._ready:
+            self._get_ready()
+
+    def connect_by(self, connect: Callable[[], Connection]) -> None:
+        """How the next record is to connect."""
+        self._connect = connect
+        self._ready = False
+
+    def _get_ready(self) -> None:
+        if self._connect is not None:
+            self._connection = self._connect()
+            self._connect = None
+        if self._thread is None:
+            # Now, not at exit: Python 3.12 starts no thread there.
+            self._thread = threading.Thread(target=self._run, name="megatron-autoinstrument", daemon=True)
+            self._thread.start()
+            atexit.register(self.exit)
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._open(deferred)
+        self._ready = True
+
+    def _open(self, record: Record) -> None:
+        assert self._connection is not None
+        parent = None
+        if not trace.get_current_span().get_span_context().is_valid and record.parent is not None:
+            parent = _context_of(record.parent.context)
+        record.span = self._connection.tracer.start_span(
+            record.name, context=parent, start_time=record.start, attributes=record.attributes, links=record.links
+        )
+        record.token = context_api.attach(trace.set_span_in_context(record.span))
+
+    def _close(self, record: Record, now: int) -> None:
+        if record is self._deferred:
+            self._get_ready()
+        span = record.span
+        if span is None:
+            return
+        context_api.detach(record.token)
+        if record.attributes:
+            span.set_attributes(record.attributes)
+        _mark(span, record, now)
+        span.end(now)
+
+    def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
+        """What a span says of an exception: all of it where it was raised, its type on the spans around."""
+        if isinstance(error, SystemExit) and not error.code:
+            return None
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        # The error's id alone may be another error's by now; one raised inside this record began after it.
+        if record.kind is SILENT or (self._reported_error[0] == id(error) and record.start <= self._reported_error[1]):
+            return {"exception.type": name}
+        self._reported_error = (id(error), record.start)
+        return {
+            "exception.type": name,
+            "exception.message": str(error),
+            "exception.stacktrace": "".join(traceback.format_exception(kind, error, error.__traceback__)),
+        }
+
+    # ------------------------------------------------------------------------------------------ work in the background
+
+    def begin_background(self, name: str, parent: Record | None, attributes: dict[str, Any], link: Record) -> Record:
+        """Opens a record of work that goes on while training does. It is no one's parent."""
+        record = Record(name, FREQUENT, parent, attributes, owned=False)
+        if (context := link.context) is not None:
+            record.links = [Link(context)]
+        self._background.append(record)
+        return record
+
+    def end_background(self, record: Record) -> None:
+        """Closes such a record now."""
+        record.end = time_ns()
+        if record in self._background:
+            self._background.remove(record)
+            self._keep(record)
+
+    # ------------------------------------------------------------------------------------------ towards OpenTelemetry
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(_DRAIN_INTERVAL_S)
+            self._wake.clear()
+            try:
+                self.drain()
+                if self._asked and self._connection is not None:
+                    self._connection.flush()
+                    if self._asked[0][0]:
+                        self._connection.shutdown()
+            except Exception:
+                _logger.warning("Handing spans to OpenTelemetry failed; some are lost.", exc_info=True)
+            if self._asked:
+                self._asked.popleft()[1].set()
+
+    def drain(self) -> None:
+        """Hands the closed records on. Any thread may call it; the training thread has no need to."""
+        with self._draining:
+            handed = 0
+            while self._waiting:
+                record = self._waiting[0]
+                if record.end is None:
+                    if record.parent is None or record.parent.end is None:
+                        break  # still running
+                    self._waiting.popleft()  # a fault of ours left it open
+                    self.dropped += 1
+                    continue
+                self._waiting.popleft()
+                self._emit(record)
+                handed += 1
+                if handed % _FLUSH_EVERY == 0 and self._connection is not None:
+                    self._connection.flush()
+
+    def _emit(self, record: Record) -> None:
+        if self._connection is None:
+            self.dropped += 1
+            return
+        parent = record.parent.context if record.parent is not None else None
+        span = self._connection.tracer.start_span(
+            record.name,
+            context=_context_of(parent),
+            start_time=record.start,
+            attributes=record.attributes,
+            links=record.links,
+        )
+        assert record.end is not None
+        _mark(span, record, record.end)
+        record.span = span
+        span.end(record.end)
+
+    def close_open_records(self) -> None:
+        """Ends what is still running, from the inside out: the process is about to end."""
+        for record in list(self._background):
+            record.attributes = {**(record.attributes or {}), FINALIZED: False}
+            self.end_background(record)
+        while self.current is not None:
+            self.end(self.current)
+
+    def flush(self, final: bool = False) -> bool:
+        """Has our thread hand on and export what is closed, and waits for that within the connection's bound.
+
+        Args:
+            final: Whether to shut the provider down then, if it is ours.
+
+        Returns:
+            Whether it was done in time.
+        """
+        if self._thread is None or self._connection is None:
+            return True
+        done = threading.Event()
+        self._asked.append((final, done))
+        self._wake.set()
+        in_time = done.wait(self._connection.exit_timeout_s)
+        if not in_time:
+            _logger.warning(
+                "Exporting what was recorded takes more than %g s; what is left may be lost.",
+                self._connection.exit_timeout_s,
+            )
+        dropped, self.dropped = self.dropped, 0
+        if dropped:
+            _logger.warning("%d spans were recorded faster than they could be exported, and dropped.", dropped)
+        return in_time
+
+    def abandon(self) -> None:
+        """This is a forked child: what is open or waiting is its parent's to record."""
+        self.current = self._deferred = self._thread = None
+        self._waiting.clear()
+        self._background.clear()
+
+    def exit(self) -> None:
+        """The process ends: closes what is open and exports it."""
+        self.close_open_records()
+        self.flush(final=True)
+
+
+def _context_of(parent: SpanContext | None) -> context_api.Context:
+    # Never the caller's context: in our thread it says nothing of where the call was made.
+    return (
+        trace.set_span_in_context(NonRecordingSpan(parent), context_api.Context()) if parent else context_api.Context()
+    )
+
+
+def _mark(span: trace.Span, record: Record, now: int) -> None:
+    if record.error is not None and span.is_recording():
+        name = record.error["exception.type"]
+        span.set_attribute("error.type", name)
+        span.set_status(Status(StatusCode.ERROR, name))
+        if "exception.stacktrace" in record.error:
+            span.add_event("exception", record.error, timestamp=now)
+
+
+RECORDER = Recorder()
+
+
+def kind_of(name: str, kind: str, groups: frozenset[str]) -> str:
+    """`kind`, or SILENT where the group of the span `name` is off: such a record is only there to be seen."""
+    return kind if SPAN_GROUPS[name] in groups else SILENT
+
+
+def span(
+    name: str,
+    *,
+    live: bool = False,
+    given: Mapping[str, str | Reader] | None = None,
+    returned: Callable[[Any], dict[str, Any]] | None = None,
+    within: str | None = None,
+) -> Callable[[Function, frozenset[str]], Hook]:
+    """The hook that most seams need: one span for one call.
+
+    Args:
+        name: The span's name.
+        live: Whether the span is current while the call runs; for calls that come a few times per step at most.
+        given: Attributes known when the call begins, by the name of the parameter, or a reader of the arguments.
+        returned: Attributes from what the call returned.
+        within: Record only calls made directly inside the span of this name.
+    """
+
+    def hook(original: Function, groups: frozenset[str]) -> Hook:
+        kind = kind_of(name, LIVE if live else FREQUENT, groups)
+        readers = [
+            (attribute, argument(original, source) if isinstance(source, str) else source)
+            for attribute, source in (given or {}).items()
+        ]
+
+        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
+            if within is not None and ((current := RECORDER.current) is None or current.name != within):
+                return None
+            attributes = None
+            if readers:
+                attributes = {key: value for key, read in readers if (value := read(args, kwargs)) is not None}
+            return RECORDER.begin(name, kind, attributes)
+
+        def end(record: Record, result: Any, error: BaseException | None) -> None:
+            RECORDER.end(record, error, returned(result) if returned is not None and error is None else None)
+
+        return Hook(begin, end)
+
+    return hook

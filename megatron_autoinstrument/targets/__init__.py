@@ -1,0 +1,28 @@
+"""What is wrapped: one module per file of Megatron, named after it, each with its own table of seams."""
+
+from __future__ import annotations
+
+from megatron_autoinstrument.patching import Seam
+from megatron_autoinstrument.targets import (
+    async_utils,
+    checkpointing,
+    distributed_data_parallel,
+    optimizer,
+    p2p_communication,
+    param_and_grad_buffer,
+    schedules,
+    serialization,
+    training,
+)
+
+SEAMS: tuple[Seam, ...] = (
+    *training.SEAMS,
+    *schedules.SEAMS,
+    *p2p_communication.SEAMS,
+    *distributed_data_parallel.SEAMS,
+    *param_and_grad_buffer.SEAMS,
+    *optimizer.SEAMS,
+    *checkpointing.SEAMS,
+    *serialization.SEAMS,
+    *async_utils.SEAMS,
+)

@@ -1,0 +1,112 @@
+"""megatron/core/pipeline_parallel/p2p_communication.py: sends and receives between pipeline stages.
+
+A call that does several of them at once (1F1B's steady state, and all of the interleaved schedule) gives one span per
+direction, with the call's times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.semconv import COMBINED, OVERLAPPED
+from megatron_autoinstrument.spans import FREQUENT, RECORDER, Record
+from megatron_autoinstrument.targets import schedules
+
+_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
+
+
+def _unless(value: Any) -> bool:
+    return not value
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+# Method: its directions, each with the parameter that tells whether there is anything to send or receive: nothing
+# goes beyond the first and the last stage.
+_OPERATIONS: dict[str, tuple[tuple[str, str, Callable[[Any], bool]], ...]] = {
+    "recv_forward": (("recv_forward", "is_first_stage", _unless),),
+    "recv_backward": (("recv_backward", "is_last_stage", _unless),),
+    "send_forward": (("send_forward", "is_last_stage", _unless),),
+    "send_backward": (("send_backward", "is_first_stage", _unless),),
+    "send_forward_recv_backward": (
+        ("send_forward", "is_last_stage", _unless),
+        ("recv_backward", "is_last_stage", _unless),
+    ),
+    "send_backward_recv_forward": (
+        ("send_backward", "is_first_stage", _unless),
+        ("recv_forward", "is_first_stage", _unless),
+    ),
+    "send_forward_recv_forward": (
+        ("send_forward", "output_tensor", _is_given),
+        ("recv_forward", "recv_prev", bool),
+    ),
+    "send_backward_recv_backward": (
+        ("send_backward", "input_tensor_grad", _is_given),
+        ("recv_backward", "recv_next", bool),
+    ),
+    "send_forward_backward_recv_forward_backward": (
+        ("send_forward", "output_tensor", _is_given),
+        ("send_backward", "input_tensor_grad", _is_given),
+        ("recv_forward", "recv_prev", bool),
+        ("recv_backward", "recv_next", bool),
+    ),
+}
+
+
+def _operation(original: Function, groups: frozenset[str]) -> Hook:
+    directions = [
+        (f"megatron.p2p.{direction}", argument(original, parameter), test)
+        for direction, parameter, test in _OPERATIONS[original.__name__]
+    ]
+    overlap = argument(original, "overlap_p2p_comm")
+    may_be_linked = original.__name__ == "recv_forward"
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record | None, Record, list[Record]] | None:
+        names = [name for name, read, test in directions if test(read(args, kwargs))]
+        if not names:
+            return None
+        linked = _begin_linked(args[0]) if may_be_linked else None
+        attributes = {}
+        if len(names) > 1:
+            attributes[COMBINED] = True
+        if overlap(args, kwargs):
+            attributes[OVERLAPPED] = True
+        first = RECORDER.begin(names[0], FREQUENT, attributes or None)
+        if first is None:
+            return None
+        return linked, first, [RECORDER.beside(first, name, attributes) for name in names[1:]]
+
+    def end(token: tuple[Record | None, Record, list[Record]], result: Any, error: BaseException | None) -> None:
+        linked, first, others = token
+        RECORDER.end(first, error)
+        for other in others:
+            RECORDER.end_beside(other, first)
+        if linked is not None:
+            RECORDER.end(linked, error)
+
+    return Hook(begin, end)
+
+
+def _begin_linked(communicator: Any) -> Record | None:
+    """`megatron.pp.recv_forward.linked`: the warm-up receives of the non-interleaved schedule, and the one before
+    its steady state. A pass with a backward makes no other plain receive; one without goes on making them."""
+    run = schedules.running
+    if run is None or run.interleaved:
+        return None
+    microbatch = run.received
+    run.received += 1
+    stage, stages = communicator.pp_group.rank(), communicator.pp_group.size()
+    warmup = min(stages - stage - 1, run.num_microbatches)
+    if microbatch > warmup:
+        return None
+    attributes = {"dl.pipeline_parallel.rank": stage}
+    if microbatch < warmup:
+        attributes["dl.microbatch_id"] = microbatch
+    return RECORDER.begin("megatron.pp.recv_forward.linked", FREQUENT, attributes)
+
+
+SEAMS = tuple(Seam(_MODULE, f"P2PCommunicator.{name}", {"communication"}, _operation) for name in _OPERATIONS)

@@ -1,0 +1,78 @@
+"""megatron/core/pipeline_parallel/schedules.py: the forward-backward pass, an evaluation's step, and microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.semconv import FORWARD_ONLY
+from megatron_autoinstrument.spans import LIVE, RECORDER, Record, kind_of, span
+
+_MODULE = "megatron.core.pipeline_parallel.schedules"
+
+
+class Pass:
+    """A schedule's run, as far as the receives inside it need to know it."""
+
+    __slots__ = ("forward_only", "interleaved", "num_microbatches", "received")
+
+    def __init__(self, interleaved: bool, num_microbatches: int, forward_only: bool) -> None:
+        self.interleaved = interleaved
+        self.num_microbatches = num_microbatches
+        self.forward_only = forward_only
+        self.received = 0  # calls of recv_forward so far
+
+
+running: Pass | None = None
+"""The run of a schedule that is going on."""
+
+
+def _schedule(original: Function, groups: frozenset[str]) -> Hook:
+    """The pass of an iteration; inside `megatron.evaluate`, that evaluation's step."""
+    interleaved = original.__name__.endswith("_with_interleaving")
+    iteration_kind = kind_of("megatron.forward_backward", LIVE, groups)
+    evaluation_kind = kind_of("megatron.evaluate.step", LIVE, groups)
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record, Pass | None] | None:
+        global running
+        # Every version takes these by keyword alone.
+        num_microbatches, forward_only = kwargs["num_microbatches"], bool(kwargs.get("forward_only"))
+        if (current := RECORDER.current) is not None and current.name == "megatron.evaluate":
+            if kwargs.get("collect_non_loss_data"):
+                return None  # one more pass after the last step, on the last rank alone
+            record = RECORDER.begin("megatron.evaluate.step", evaluation_kind)
+        else:
+            attributes = {"megatron.num_microbatches": num_microbatches}
+            if forward_only:
+                attributes[FORWARD_ONLY] = True
+            record = RECORDER.begin("megatron.forward_backward", iteration_kind, attributes)
+        if record is None:
+            return None
+        outer, running = running, Pass(interleaved, num_microbatches, forward_only)
+        return record, outer
+
+    def end(token: tuple[Record, Pass | None], result: Any, error: BaseException | None) -> None:
+        global running
+        record, running = token
+        RECORDER.end(record, error)
+
+    return Hook(begin, end)
+
+
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+
+SEAMS = (
+    *(Seam(_MODULE, path, {"forward_backward", "evaluate", "communication"}, _schedule) for path in _SCHEDULES),
+    Seam(
+        _MODULE,
+        "forward_step",
+        {"microbatch"},
+        span("megatron.microbatch.forward", given={"megatron.microbatch_id": "current_microbatch"}),
+    ),
+    Seam(_MODULE, "backward_step", {"microbatch"}, span("megatron.microbatch.backward")),
+)
