@@ -1,0 +1,68 @@
+"""Unit tests need no torch and no Megatron: stand-ins take their modules' names."""
+
+import sys
+import types
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from megatron_autoinstrument import patching, ranks, sdk
+from megatron_autoinstrument.spans import Recorder
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_hides(monkeypatch):
+    monkeypatch.setattr(patching, "reraise_internal_errors", True)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(("MEGATRON_OTEL_", "NEMO_LENS_", "OTEL_", "SLURM_", "OMPI_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def fake_module(monkeypatch):
+    """Makes a module from source and puts it into sys.modules."""
+
+    def make(name, source=""):
+        module = types.ModuleType(name)
+        exec(source, vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return make
+
+
+@pytest.fixture
+def exporter():
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def provider(exporter):
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return provider
+
+
+@pytest.fixture
+def recorder(monkeypatch, provider):
+    """A recorder of the test's own, connected to `provider`, in the place of the process's."""
+    recorder = Recorder()
+    recorder.connect_by(lambda: sdk.connect(provider, None, {}))
+    monkeypatch.setattr("megatron_autoinstrument.spans.RECORDER", recorder)
+    yield recorder
+    recorder.abandon()
+
+
+@pytest.fixture
+def alone():
+    return ranks.Rank(0, 1, 0)

@@ -1,0 +1,92 @@
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_autoinstrument import autoload
+
+ROOT = Path(__file__).parents[2]
+PTH = ROOT / "megatron_autoinstrument.pth"
+
+
+@pytest.fixture
+def megatron(tmp_path):
+    """A package called megatron that can be imported."""
+    package = tmp_path / "megatron" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    return tmp_path
+
+
+def python(code, path, **environment):
+    environment = {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout.split()
+
+
+STATE = (
+    "import sys; from megatron_autoinstrument import autoload; {before}\n"
+    "print(sum(type(f).__name__ == '_BeforeMegatron' for f in sys.meta_path), 'opentelemetry.trace' in sys.modules)\n"
+    "import megatron.core\n"
+    "from megatron_autoinstrument import MegatronInstrumentor as I; print(I().is_instrumented_by_opentelemetry)"
+)
+
+
+def test_the_wheel_carries_the_pth_file(tmp_path):
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path], cwd=ROOT, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert zipfile.ZipFile(wheel).read(PTH.name) == PTH.read_bytes()
+
+
+def test_the_pth_line_does_nothing_unless_asked(megatron):
+    assert python(STATE.format(before=f"exec({PTH.read_text()!r})"), megatron)[:2] == ["0", "False"]
+
+
+@pytest.mark.parametrize("name", ["MEGATRON_OTEL_ENABLED", "NEMO_LENS_ENABLED"])
+def test_the_pth_line_waits_for_megatron_before_it_imports_opentelemetry(megatron, name):
+    line = PTH.read_text()
+    printed = python(STATE.format(before=f"exec({line!r}); exec({line!r})"), megatron, **{name: "1"})
+    assert printed == ["1", "False", "True"]
+
+
+@pytest.mark.parametrize("value", ["0", "off"])
+def test_the_pth_line_leaves_megatron_alone_when_the_variable_says_no(megatron, value):
+    printed = python(STATE.format(before=f"exec({PTH.read_text()!r})"), megatron, MEGATRON_OTEL_ENABLED=value)
+    assert printed[-1] == "False"
+
+
+def test_the_pth_line_is_one_that_site_runs():
+    (line,) = PTH.read_text().splitlines()
+    assert line.startswith("import ")
+
+
+def test_the_call_comes_once_before_the_import_and_no_other_finder_is_skipped(megatron, monkeypatch):
+    seen = []
+    monkeypatch.syspath_prepend(megatron)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    class Witness:
+        def find_spec(self, name, path=None, target=None):
+            seen.append(name)
+
+    sys.meta_path.insert(0, Witness())
+    autoload.before_megatron(lambda: seen.append("call"))
+    import megatron.core
+
+    assert seen == ["call", "megatron", "megatron.core"]
+    for name in ("megatron", "megatron.core"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_nothing_is_kept_for_the_children_of_a_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    autoload.keep_for_workers()
+    assert os.environ["PYTHONPATH"] == "/somewhere"

@@ -1,0 +1,94 @@
+import pytest
+
+from megatron_autoinstrument import config, groups
+from megatron_autoinstrument.ranks import Rank
+
+
+@pytest.fixture(autouse=True)
+def _warn_anew(monkeypatch):
+    monkeypatch.setattr(config, "_warned", set())
+
+
+def read():
+    return config.from_environment(Rank(0, 8, 0))
+
+
+def test_defaults(alone):
+    settings = config.from_environment(alone)
+    assert settings == config.Config(
+        enabled=None,
+        rank_strategy="single_rank",
+        export_rank=-1,
+        export_sample_rate=1.0,
+        span_groups=groups.PRESETS["default"],
+        exporter=None,
+    )
+
+
+NONSENSE = {
+    "ENABLED": "maybe",
+    "RANK_STRATEGY": "some_ranks",
+    "EXPORT_RANK": "last",
+    "EXPORT_SAMPLE_RATE": "nan",
+    "TRACES_ENABLED": "2",
+    "SPAN_GROUPS": "default,steps",
+    "EXPORTER": "zipkin",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), NONSENSE.items())
+def test_a_bad_value_is_named_once_with_what_is_allowed_and_the_default_stands(monkeypatch, caplog, name, value):
+    defaults = read()
+    monkeypatch.setenv(f"MEGATRON_OTEL_{name}", value)
+    assert read() == read() == defaults
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"MEGATRON_OTEL_{name}={value!r} is ignored. Allowed: ")
+
+
+def test_only_the_first_rank_warns(monkeypatch, caplog):
+    monkeypatch.setenv("MEGATRON_OTEL_EXPORTER", "zipkin")
+    config.from_environment(Rank(1, 2, 1))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "parsed"),
+    [
+        ("ENABLED", "Yes", "enabled", True),
+        ("ENABLED", "off", "enabled", False),
+        ("RANK_STRATEGY", "all_ranks", "rank_strategy", "all_ranks"),
+        ("EXPORT_STRATEGY", "sampled", "rank_strategy", "sampled"),
+        ("EXPORT_RANK", "3", "export_rank", 3),
+        ("EXPORT_SAMPLE_RATE", "0.25", "export_sample_rate", 0.25),
+        ("TRACES_ENABLED", "0", "span_groups", frozenset()),
+        ("SPAN_GROUPS", "step", "span_groups", frozenset({"step"})),
+        ("EXPORTER", "console", "exporter", "console"),
+    ],
+)
+def test_each_variable_and_its_fallback(monkeypatch, name, value, field, parsed):
+    monkeypatch.setenv(f"NEMO_LENS_{name}", value)
+    assert getattr(read(), field) == parsed
+    monkeypatch.delenv(f"NEMO_LENS_{name}")
+    monkeypatch.setenv(f"MEGATRON_OTEL_{name}", value)
+    assert getattr(read(), field) == parsed
+
+
+def test_megatrons_own_name_beats_its_alias_and_the_fallbacks(monkeypatch):
+    monkeypatch.setenv("NEMO_LENS_RANK_STRATEGY", "first_rank_per_node")
+    monkeypatch.setenv("MEGATRON_OTEL_EXPORT_STRATEGY", "sampled")
+    assert read().rank_strategy == "sampled"
+    monkeypatch.setenv("MEGATRON_OTEL_RANK_STRATEGY", "all_ranks")
+    assert read().rank_strategy == "all_ranks"
+
+
+def test_an_empty_value_is_none(monkeypatch, caplog):
+    monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", " ")
+    assert read().span_groups == groups.PRESETS["default"]
+    assert not caplog.records
+
+
+def test_the_sdks_own_switch_turns_everything_off(monkeypatch):
+    monkeypatch.setenv("MEGATRON_OTEL_ENABLED", "1")
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert read().enabled is False

@@ -1,0 +1,347 @@
+import copy
+import functools
+import inspect
+import logging
+import pickle
+import sys
+
+import pytest
+
+from megatron_autoinstrument import patching
+from megatron_autoinstrument.patching import Hook, Ledger, Seam
+
+SOURCE = """
+def step(model, iteration=None, *, forward_only=False):
+    "Trains."
+    return model, iteration, forward_only
+
+class Base:
+    def inherited(self): return "inherited"
+
+class Communicator(Base):
+    def send(self, tensor): return self, tensor
+    @staticmethod
+    def static(x): return x
+    @classmethod
+    def cls(cls, x): return cls, x
+"""
+
+ALL = frozenset({"on"})
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def hook(calls):
+    def make(original, groups):
+        def begin(args, kwargs):
+            calls.append(("begin", original.__name__))
+            return "token"
+
+        def end(token, result, error):
+            calls.append(("end", original.__name__, error))
+
+        return Hook(begin, end)
+
+    return make
+
+
+@pytest.fixture
+def module(fake_module):
+    return fake_module("megatron.fake", SOURCE)
+
+
+@pytest.fixture
+def ledger():
+    ledger = Ledger()
+    yield ledger
+    ledger.uninstall()
+
+
+def seam(path, hook, module="megatron.fake", **more):
+    return Seam(module, path, {"on"}, hook, **more)
+
+
+def test_a_wrapper_hands_through_arguments_results_and_exceptions(ledger, fake_module, hook, calls):
+    module = fake_module("megatron.fake", "def fails(*args, **kwargs):\n    raise KeyError(args, kwargs)" + SOURCE)
+    ledger.install([seam("step", hook), seam("fails", hook)], ALL)
+    model = object()
+    assert module.step(model, 3, forward_only=True) == (model, 3, True)
+    with pytest.raises(KeyError) as caught:
+        module.fails(1, a=2)
+    assert caught.value.args == ((1,), {"a": 2})
+    assert calls == [("begin", "step"), ("end", "step", None), ("begin", "fails"), ("end", "fails", caught.value)]
+
+
+@pytest.mark.parametrize("path", ["step", "Communicator.send", "Communicator.static", "Communicator.cls"])
+def test_a_wrapper_behaves_as_its_original_to_copy_pickle_and_inspect(ledger, fake_module, hook, path):
+    module = fake_module("megatron.fake", SOURCE)
+    vars(module)["__name__"] = "megatron.fake"
+    exec(SOURCE, vars(module))  # again, so that its functions know their module
+    get = functools.partial(functools.reduce, getattr, path.split("."))
+    original = get(module)
+    ledger.install([seam(path, hook)], ALL)
+    wrapper = get(module)
+    assert inspect.isroutine(wrapper)
+    assert type(wrapper) is type(original)
+    assert wrapper == get(module)
+    assert hash(wrapper) == hash(get(module))
+    assert inspect.signature(wrapper) == inspect.signature(original)
+    assert (wrapper.__name__, wrapper.__qualname__, wrapper.__module__, wrapper.__doc__) == (
+        original.__name__,
+        original.__qualname__,
+        original.__module__,
+        original.__doc__,
+    )
+    assert copy.deepcopy(wrapper) == wrapper
+    assert pickle.loads(pickle.dumps(wrapper)) == wrapper
+
+
+def test_bound_methods_of_one_object_are_equal_and_can_be_copied_and_pickled(ledger, fake_module, hook):
+    module = fake_module("megatron.fake", SOURCE)
+    vars(module)["__name__"] = "megatron.fake"
+    exec(SOURCE, vars(module))
+    ledger.install([seam("Communicator.send", hook)], ALL)
+    communicator = module.Communicator()
+    assert communicator.send == communicator.send
+    assert communicator.send != module.Communicator().send
+    assert copy.deepcopy(communicator.send)(1)[1] == 1
+    assert pickle.loads(pickle.dumps(communicator.send))(1)[1] == 1
+
+
+def test_static_and_class_methods_stay_what_they_are(ledger, module, hook, calls):
+    ledger.install([seam("Communicator.static", hook), seam("Communicator.cls", hook)], ALL)
+    assert module.Communicator.static(1) == 1
+    assert module.Communicator().static(1) == 1
+    assert module.Communicator.cls(1) == (module.Communicator, 1)
+    assert len(calls) == 6
+
+
+def test_a_marker_on_the_original_is_not_copied(ledger, module, hook):
+    module.step._torchdynamo_orig_callable = object()
+    ledger.install([seam("step", hook)], ALL)
+    assert not hasattr(vars(module.step), "_torchdynamo_orig_callable")
+    assert set(vars(module.step)) == {"__wrapped__"}
+
+
+def test_uninstall_puts_back_the_very_objects(ledger, module, hook):
+    def state():
+        return {
+            (holder.__name__, name): value
+            for holder in (module, module.Base, module.Communicator)
+            for name, value in vars(holder).items()
+        }
+
+    paths = ["step", "Communicator.send", "Communicator.static", "Communicator.cls", "Communicator.inherited"]
+    before = state()
+    ledger.install([seam(path, hook) for path in paths], ALL)
+    assert state() != before
+    ledger.uninstall()
+    after = state()
+    assert after.keys() == before.keys()
+    assert all(after[key] is before[key] for key in before)
+
+
+def test_names_bound_before_a_late_install_are_rebound_and_put_back(ledger, module, fake_module, hook):
+    user = fake_module("megatron.user")
+    original = user.step = module.step
+    ledger.install([seam("step", hook)], ALL)
+    assert user.step is module.step is not original
+    fake_module("megatron.later").step = module.step  # bound while installed
+    ledger.uninstall()
+    assert user.step is module.step is sys.modules["megatron.later"].step is original
+
+
+def test_names_in_the_users_own_modules_are_rebound_too_and_those_of_libraries_are_not(
+    ledger, module, fake_module, hook
+):
+    mine, library = fake_module("train"), fake_module("somelib")
+    mine.__file__, library.__file__ = "/home/me/train.py", "/opt/venv/lib/python3.12/site-packages/somelib.py"
+    original = mine.step = library.step = module.step
+    ledger.install([seam("step", hook)], ALL)
+    assert mine.step is module.step
+    assert library.step is original
+
+
+def test_a_function_from_elsewhere_is_patched_where_its_package_reexports_it(ledger, module, fake_module, hook, calls):
+    package, home = fake_module("toolkit"), fake_module("toolkit.serialization", "def save(x): return x")
+    package.save = original = home.save
+    module.toolkit = package
+    package.serialization = home
+    ledger.install([seam("toolkit.save", hook, home="toolkit.serialization")], ALL)
+    assert package.save is not original
+    assert package.save(1) == 1
+    ledger.uninstall()
+    assert package.save is home.save is original
+
+
+def test_only_seams_of_groups_that_are_on_are_patched(ledger, module, hook):
+    original = module.step
+    ledger.install([Seam("megatron.fake", "step", {"off"}, hook)], ALL)
+    assert module.step is original
+
+
+def test_a_module_imported_later_is_patched_when_it_is(ledger, hook, calls, tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("def step(): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_later", raising=False)
+    ledger.install([seam("step", hook, module="imported_later")], ALL)
+    import imported_later
+
+    assert imported_later.step() == 1
+    assert len(calls) == 2
+    ledger.uninstall()
+    assert imported_later.step() == 1
+    assert len(calls) == 2
+    monkeypatch.delitem(sys.modules, "imported_later")
+
+
+def test_a_module_imported_after_uninstall_is_left_alone(ledger, hook, calls, tmp_path, monkeypatch):
+    (tmp_path / "imported_too_late.py").write_text("def step(): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ledger.install([seam("step", hook, module="imported_too_late")], ALL)
+    ledger.uninstall()
+    import imported_too_late
+
+    assert not hasattr(imported_too_late.step, "__wrapped__")
+    monkeypatch.delitem(sys.modules, "imported_too_late")
+
+
+def test_a_seam_that_does_not_exist_is_reported_once_and_costs_nothing_else(ledger, module, hook, caplog):
+    caplog.set_level(logging.INFO)
+    ledger.install([seam("no_such", hook), seam("Communicator.no_such", hook), seam("step", hook)], ALL)
+    assert hasattr(module.step, "__wrapped__")
+    assert [record.getMessage() for record in caplog.records] == [
+        "This Megatron has no megatron.fake.no_such: its spans are left out.",
+        "This Megatron has no megatron.fake.Communicator.no_such: its spans are left out.",
+    ]
+
+
+def test_a_half_done_install_is_rolled_back(ledger, module, hook):
+    original = module.step
+
+    def broken(original, groups):
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        ledger.install([seam("step", hook), seam("Communicator.send", broken)], ALL)
+    assert module.step is original
+    assert not hasattr(module.Communicator.send, "__wrapped__")
+
+
+def test_a_failure_inside_megatrons_import_reaches_the_log_and_not_the_import(
+    ledger, hook, caplog, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(patching, "reraise_internal_errors", False)
+    (tmp_path / "imported_badly.py").write_text("def step(): return 1\ndef other(): return 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def broken(original, groups):
+        raise RuntimeError("broken")
+
+    ledger.install([seam("step", hook, "imported_badly"), seam("other", broken, "imported_badly")], ALL)
+    import imported_badly
+
+    assert not hasattr(imported_badly.step, "__wrapped__")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    monkeypatch.delitem(sys.modules, "imported_badly")
+
+
+def test_there_is_one_wrapper_per_seam_for_the_life_of_the_process(ledger, module, hook, calls):
+    step = seam("step", hook)
+    ledger.install([step], ALL)
+    held = module.step
+    ledger.uninstall()
+    held(1)
+    assert not calls  # it passes through
+    ledger.install([step], ALL)
+    assert module.step is held
+    held(1)
+    assert len(calls) == 2  # and comes alive again
+
+
+def test_a_wrapper_of_somebody_else_on_top_of_ours_stays(ledger, module, hook, calls):
+    step = seam("step", hook)
+    ledger.install([step], ALL)
+    ours = module.step
+
+    @functools.wraps(ours)
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    module.step = theirs
+    ledger.uninstall()
+    assert module.step is theirs
+    assert module.step(1) == (1, None, False)
+    assert not calls
+    ledger.install([step], ALL)
+    assert module.step is theirs  # ours is below it already: no second one
+    module.step(1)
+    assert len(calls) == 2
+    ledger.uninstall()
+    assert module.step is theirs
+
+
+def test_a_wrapper_of_somebody_else_below_ours_is_put_back(ledger, module, hook, calls):
+    step = seam("step", hook)
+    below = module.step
+    theirs = module.step = functools.wraps(below)(lambda *args, **kwargs: below(*args, **kwargs))
+    ledger.install([step], ALL)
+    module.step(1)
+    assert len(calls) == 2
+    ledger.uninstall()
+    assert module.step is theirs
+
+
+@pytest.mark.parametrize("part", ["begin", "end"])
+def test_a_failure_of_ours_never_reaches_the_caller_and_turns_the_seam_off(ledger, module, monkeypatch, caplog, part):
+    monkeypatch.setattr(patching, "reraise_internal_errors", False)
+    runs = []
+
+    def fail(*args):
+        raise RuntimeError("ours")
+
+    def broken(original, groups):
+        def begin(args, kwargs):
+            runs.append("begin")
+            return fail() if part == "begin" else "token"
+
+        return Hook(begin, fail)
+
+    ledger.install([seam("step", broken)], ALL)
+    assert module.step(1) == (1, None, False)
+    assert module.step(2) == (2, None, False)
+    assert runs == ["begin"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "megatron.fake.step" in record.getMessage()
+
+
+def test_silenced_wrappers_stay_in_place_and_pass_through(ledger, module, hook, calls):
+    ledger.install([seam("step", hook)], ALL)
+    wrapper = module.step
+    ledger.silence()
+    assert module.step is wrapper
+    module.step(1)
+    assert not calls
+
+
+def test_arguments_are_read_by_name_however_they_are_passed():
+    def function(a, b=2, *, c=3):
+        pass
+
+    a, b, c, d = (patching.argument(function, name) for name in "abcd")
+    assert [read((1,), {}) for read in (a, b, c, d)] == [1, 2, 3, None]
+    assert [read((), {"a": 4, "b": 5, "c": 6}) for read in (a, b, c, d)] == [4, 5, 6, None]
+    assert [read((7, 8), {}) for read in (a, b)] == [7, 8]
+
+
+def test_arguments_beyond_the_signature_are_no_error():
+    def function(a):
+        pass
+
+    assert patching.argument(function, "a")((), {}) is None
+    assert patching.argument(function, "b")((1, 2, 3), {"x": 1}) is None

@@ -1,0 +1,275 @@
+import gc
+import threading
+import time
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.trace import StatusCode
+
+from megatron_autoinstrument import spans
+from megatron_autoinstrument.spans import FREQUENT, LIVE, SILENT, span
+
+GROUPS = frozenset({"step", "microbatch", "checkpoint"})
+
+
+def finished(recorder, exporter):
+    recorder.drain()
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def parent_of(span, among):
+    names = {other.context.span_id: name for name, other in among.items()}
+    return names.get(span.parent.span_id) if span.parent else None
+
+
+def test_frequent_records_become_spans_with_the_times_and_the_parent_they_had(recorder, exporter):
+    step = recorder.begin("megatron.train_step", LIVE)
+    outer = recorder.begin("outer", FREQUENT, {"a": 1})
+    inner = recorder.begin("inner", FREQUENT)
+    recorder.end(inner)
+    recorder.end(outer, attributes={"b": 2})
+    recorder.end(step)
+    got = finished(recorder, exporter)
+    assert parent_of(got["inner"], got) == "outer"
+    assert parent_of(got["outer"], got) == "megatron.train_step"
+    assert got["megatron.train_step"].parent is None
+    assert dict(got["outer"].attributes) == {"a": 1, "b": 2}
+    assert (got["outer"].start_time, got["outer"].end_time) == (outer.start, outer.end)
+    assert step.start <= outer.start <= inner.start <= inner.end <= outer.end <= step.end
+
+
+def test_the_users_spans_nest_under_live_ones_and_live_ones_under_the_users(recorder, exporter, provider):
+    tracer = provider.get_tracer("user")
+    with tracer.start_as_current_span("job"):
+        train = recorder.begin("megatron.train", LIVE)
+        with tracer.start_as_current_span("epoch"):
+            step = recorder.begin("megatron.train_step", LIVE)
+            recorder.end(step)
+        recorder.end(train)
+    got = finished(recorder, exporter)
+    assert parent_of(got["megatron.train_step"], got) == "epoch"
+    assert parent_of(got["epoch"], got) == "megatron.train"
+    assert parent_of(got["megatron.train"], got) == "job"
+    assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_a_silent_record_is_no_span_and_its_children_belong_to_its_parent(recorder, exporter):
+    train = recorder.begin("megatron.train", LIVE)
+    step = recorder.begin("megatron.train_step", SILENT)
+    forward = recorder.begin("megatron.microbatch.forward", FREQUENT)
+    for record in (forward, step, train):
+        recorder.end(record)
+    got = finished(recorder, exporter)
+    assert set(got) == {"megatron.train", "megatron.microbatch.forward"}
+    assert parent_of(got["megatron.microbatch.forward"], got) == "megatron.train"
+
+
+def test_one_call_gives_one_span_of_a_name(recorder, exporter):
+    chained = recorder.begin("megatron.optimizer_step", LIVE)
+    assert recorder.begin("megatron.optimizer_step", LIVE) is None
+    recorder.end(chained)
+    recorder.drain()
+    assert len(exporter.get_finished_spans()) == 1
+
+
+def test_what_autograds_thread_does_belongs_under_what_the_training_thread_does(recorder, exporter):
+    backward = recorder.begin("megatron.microbatch.backward", FREQUENT)
+
+    def hook():
+        record = recorder.begin("megatron.grad_sync.start", FREQUENT)
+        recorder.end(record)
+
+    thread = threading.Thread(target=hook)
+    thread.start()
+    thread.join()
+    assert recorder.current is backward
+    recorder.end(backward)
+    got = finished(recorder, exporter)
+    assert parent_of(got["megatron.grad_sync.start"], got) == "megatron.microbatch.backward"
+
+
+def test_a_combined_call_gives_one_span_per_direction_with_the_same_times(recorder, exporter):
+    step = recorder.begin("megatron.train_step", LIVE)
+    send = recorder.begin("megatron.p2p.send_forward", FREQUENT)
+    receive = recorder.beside(send, "megatron.p2p.recv_backward")
+    recorder.end(send)
+    recorder.end_beside(receive, send)
+    recorder.end(step)
+    got = finished(recorder, exporter)
+    sent, received = got["megatron.p2p.send_forward"], got["megatron.p2p.recv_backward"]
+    assert (sent.start_time, sent.end_time) == (received.start_time, received.end_time)
+    assert sent.parent.span_id == received.parent.span_id == got["megatron.train_step"].context.span_id
+
+
+def test_a_deferred_span_opens_with_the_next_one_and_starts_when_it_was_called(recorder, exporter):
+    connected = []
+    connect, recorder._connect = recorder._connect, lambda: connected.append(1) or connect()
+    run = recorder.begin_deferred("megatron.pretrain")
+    time.sleep(0.01)
+    assert not connected
+    init = recorder.begin("megatron.model_init", LIVE)
+    assert connected
+    recorder.end(init)
+    recorder.end(run)
+    got = finished(recorder, exporter)
+    assert parent_of(got["megatron.model_init"], got) == "megatron.pretrain"
+    assert got["megatron.model_init"].start_time - got["megatron.pretrain"].start_time >= 10_000_000
+
+
+def test_a_deferred_span_is_recorded_also_when_nothing_follows(recorder, exporter):
+    run = recorder.begin_deferred("megatron.pretrain")
+    recorder.end(run, RuntimeError("no data"))
+    (pretrain,) = finished(recorder, exporter).values()
+    assert pretrain.start_time == run.start
+    assert pretrain.status.status_code is StatusCode.ERROR
+
+
+@pytest.mark.parametrize("kind", [LIVE, FREQUENT])
+def test_an_exception_is_recorded_once_where_it_was_raised_and_marks_the_spans_around(recorder, exporter, kind):
+    def call(names, depth=0):
+        record = recorder.begin(names[0], LIVE if len(names) > 1 else kind)
+        try:
+            if len(names) > 1:
+                call(names[1:], depth + 1)
+            else:
+                raise ValueError("bad")
+        except ValueError as error:
+            recorder.end(record, error)
+            raise
+
+    for _ in range(2):  # the second time anew, although the error may have the same id
+        exporter.clear()
+        with pytest.raises(ValueError, match="bad"):
+            call(["megatron.train", "megatron.train_step", "inner"])
+        got = finished(recorder, exporter)
+        assert len(got) == 3
+        assert all(span.status.status_code is StatusCode.ERROR for span in got.values())
+        assert all(span.attributes["error.type"] == "ValueError" for span in got.values())
+        assert {name: len(span.events) for name, span in got.items()} == {
+            "megatron.train": 0,
+            "megatron.train_step": 0,
+            "inner": 1,
+        }
+        (event,) = got["inner"].events
+        assert event.attributes["exception.message"] == "bad"
+        assert "raise ValueError" in event.attributes["exception.stacktrace"]
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "UNSET"), (None, "UNSET"), (1, "ERROR")])
+def test_leaving_by_sys_exit_is_an_error_only_with_an_error_code(recorder, exporter, code, status):
+    train = recorder.begin("megatron.train", LIVE)
+    recorder.end(train, SystemExit(code))
+    (span,) = finished(recorder, exporter).values()
+    assert span.status.status_code.name == status
+
+
+def test_work_in_the_background_outlives_the_call_and_links_to_it(recorder, exporter):
+    train = recorder.begin("megatron.train", LIVE)
+    save = recorder.begin("megatron.save_checkpoint", LIVE)
+    write = recorder.begin_background("megatron.save_checkpoint.async_write", save.parent, {"a": 1}, save)
+    recorder.end(save)
+    recorder.drain()
+    assert len(exporter.get_finished_spans()) == 1
+    recorder.end_background(write)
+    recorder.end_background(write)  # twice is once
+    recorder.end(train)
+    got = finished(recorder, exporter)
+    written = got["megatron.save_checkpoint.async_write"]
+    assert parent_of(written, got) == "megatron.train"
+    assert [link.context.span_id for link in written.links] == [got["megatron.save_checkpoint"].context.span_id]
+    assert len(exporter.get_finished_spans()) == 3
+
+
+def test_what_runs_at_exit_is_closed_from_the_inside_out(recorder, exporter):
+    recorder.begin("megatron.train", LIVE)
+    save = recorder.begin("megatron.save_checkpoint", LIVE)
+    recorder.begin_background("megatron.save_checkpoint.async_write", save.parent, {}, save)
+    recorder.exit()
+    got = finished(recorder, exporter)
+    assert set(got) == {"megatron.train", "megatron.save_checkpoint", "megatron.save_checkpoint.async_write"}
+    assert got["megatron.save_checkpoint.async_write"].attributes["megatron.checkpoint.finalized"] is False
+    assert got["megatron.save_checkpoint"].end_time <= got["megatron.train"].end_time
+
+
+def test_the_thread_hands_records_on_by_itself(recorder, exporter):
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    deadline = time.monotonic() + 5
+    while not exporter.get_finished_spans() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(exporter.get_finished_spans()) == 1
+
+
+def test_records_beyond_the_bound_are_dropped_counted_and_reported(recorder, exporter, monkeypatch, caplog):
+    monkeypatch.setattr(spans, "MAX_WAITING", 2)
+    step = recorder.begin("megatron.train_step", LIVE)
+    with recorder._draining:
+        for _ in range(5):
+            recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    recorder.end(step)
+    assert recorder.flush()
+    assert len(exporter.get_finished_spans()) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "3 spans were recorded faster than they could be exported, and dropped."
+    ]
+
+
+def test_a_record_that_a_fault_left_open_does_not_hold_up_the_others(recorder, exporter):
+    step = recorder.begin("megatron.train_step", LIVE)
+    recorder.begin("lost", FREQUENT)
+    recorder.end(step)
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    assert set(finished(recorder, exporter)) == {"megatron.train_step", "megatron.microbatch.forward"}
+    assert recorder.dropped == 1
+
+
+def test_an_exporter_that_never_answers_bounds_the_exit(recorder, monkeypatch, caplog):
+    monkeypatch.setattr("megatron_autoinstrument.sdk._THEIRS_EXIT_TIMEOUT_S", 0.2)
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    monkeypatch.setattr(recorder._connection, "flush", lambda: time.sleep(3))
+    started = time.monotonic()
+    recorder.exit()
+    assert time.monotonic() - started < 1
+    assert "takes more than 0.2 s" in caplog.text
+
+
+def test_no_step_leaves_a_reference_cycle(recorder, exporter):
+    def steps(count):
+        for _ in range(count):
+            step = recorder.begin("megatron.train_step", LIVE, {"megatron.iteration": 1})
+            for _ in range(4):
+                recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT, {"a": 1}))
+            recorder.end(step)
+        recorder.drain()
+        exporter.clear()
+
+    steps(10)
+    gc.collect()
+    gc.disable()
+    try:
+        steps(100)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_hook_reads_attributes_from_the_call_and_the_result(recorder, exporter):
+    def train_step(model, iteration=None):
+        pass
+
+    hook = span(
+        "megatron.train_step", live=True, given={"megatron.iteration": "iteration"}, returned=lambda r: {"ok": r}
+    )(train_step, GROUPS)
+    hook.end(hook.begin(("model", 7), {}), True, None)
+    hook.end(hook.begin(("model",), {}), True, None)
+    recorder.drain()
+    first, second = exporter.get_finished_spans()
+    assert dict(first.attributes) == {"megatron.iteration": 7, "ok": True}
+    assert dict(second.attributes) == {"ok": True}
+
+
+def test_a_hook_within_another_span_records_nothing_elsewhere(recorder, exporter):
+    hook = span("megatron.save_checkpoint.state_dict", within="megatron.save_checkpoint")(lambda: None, GROUPS)
+    assert hook.begin((), {}) is None
+    save = recorder.begin("megatron.save_checkpoint", LIVE)
+    assert hook.begin((), {}) is not None
+    recorder.end(save)
