@@ -1,0 +1,126 @@
+"""Runs real Megatron on this machine's CPU, with a real OTLP/gRPC receiver, as a user would launch it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron_autoinstrument.receiver import ReceivedSpan, Receiver
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "fixtures"
+SCRIPTS = Path(__file__).parent / "scripts"
+BIN = Path(sys.executable).parent
+OLDEST_OTEL = Path(sys.prefix) / "otel-oldest"
+
+PLAIN, INSTRUMENT, PTH = "plain", "opentelemetry-instrument", "pth"
+EVERYTHING = {"MEGATRON_OTEL_SPAN_GROUPS": "all", "MEGATRON_OTEL_RANK_STRATEGY": "all_ranks"}
+
+_TIMEOUT_S = 240
+
+
+@dataclass
+class Run:
+    """A finished run."""
+
+    status: int
+    output: str
+    spans: list[ReceivedSpan]
+
+    @property
+    def losses(self) -> list[tuple[str, ...]]:
+        """What was printed of losses and gradients: iteration, loss and norm, or where and validation loss."""
+        return re.findall(r" iteration +(\d+)/.*? lm loss: (\S+) .*? grad norm: (\S+) ", self.output) + re.findall(
+            r"validation loss at (.*?) \| lm loss value: (\S+) ", self.output
+        )
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({span.resource["dl.rank"] for span in self.spans})
+
+    def of(self, rank: int) -> list[ReceivedSpan]:
+        return [span for span in self.spans if span.resource["dl.rank"] == rank]
+
+    def counts(self, rank: int) -> Counter[str]:
+        return Counter(span.name for span in self.of(rank))
+
+    def ours(self) -> list[str]:
+        """The lines of the output that this package logged."""
+        return [line for line in self.output.splitlines() if "megatron_autoinstrument" in line]
+
+
+def train(
+    *options: str,
+    ranks: int = 2,
+    way: str = INSTRUMENT,
+    script: Path = FIXTURES / "pretrain_tiny_gpt.py",
+    environment: Mapping[str, str] = EVERYTHING,
+    otel: Path | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> Run:
+    """Trains the tiny GPT under torchrun.
+
+    Args:
+        options: Megatron's, after those of fixtures/tiny_gpt.args.
+        way: PLAIN, INSTRUMENT (the wrapper command) or PTH (the variable alone).
+        script: The training script.
+        environment: Variables to set.
+        otel: A folder with another OpenTelemetry, to be preferred.
+    """
+    tiny = (FIXTURES / "tiny_gpt.args").read_text().split()
+    command = [BIN / "torchrun", "--nproc-per-node", str(ranks), script, *tiny, *options]
+    if way == INSTRUMENT:
+        command.insert(0, (otel / "bin" if otel else BIN) / "opentelemetry-instrument")
+    base = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "MEGATRON_", "NEMO_"))}
+    with Receiver() as receiver:
+        status, output = _run(
+            command,
+            {
+                **base,
+                "PYTHONPATH": os.pathsep.join(str(path) for path in (otel, FIXTURES) if path),
+                "TORCHDYNAMO_DISABLE": "1",
+                "OMP_NUM_THREADS": "1",
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+                "OTEL_METRICS_EXPORTER": "none",
+                "OTEL_LOGS_EXPORTER": "none",
+                **({"MEGATRON_OTEL_ENABLED": "1"} if way == PTH else {}),
+                **environment,
+            },
+            timeout_s,
+        )
+        return Run(status, output, receiver.spans)
+
+
+def _run(command: Sequence[object], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+@cache
+def plain_losses(*options: str, ranks: int = 2) -> list[tuple[str, ...]]:
+    """What the same run prints without this package."""
+    run = train(*options, ranks=ranks, way=PLAIN, environment={"MEGATRON_OTEL_ENABLED": "0"})
+    assert run.status == 0, run.output[-3000:]
+    assert not run.spans
+    return run.losses
