@@ -64,10 +64,15 @@ def keep_for_workers() -> None:
     """
     if "RANK" in os.environ:
         return
+    from megatron_autoinstrument import config, ranks
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor
 
+    if not MegatronInstrumentor().is_instrumented_by_opentelemetry:
+        return  # its name is in OTEL_PYTHON_DISABLED_INSTRUMENTATIONS
+    if config.from_environment(ranks.current()).enabled is False:
+        return
     spec = importlib.util.find_spec("opentelemetry.instrumentation.auto_instrumentation")
-    if spec is None or spec.origin is None or not MegatronInstrumentor().is_instrumented_by_opentelemetry:
+    if spec is None or spec.origin is None:
         return
     entry = os.path.dirname(os.path.abspath(spec.origin))
     python_path = os.environ.get("PYTHONPATH", "")

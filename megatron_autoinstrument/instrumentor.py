@@ -6,13 +6,16 @@ import logging
 import os
 import sys
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
-from opentelemetry.trace import TracerProvider
+from opentelemetry.trace import NoOpTracerProvider, TracerProvider
 
 from megatron_autoinstrument import autoload, config, patching, ranks
 from megatron_autoinstrument.spans import RECORDER
+
+if TYPE_CHECKING:
+    from megatron_autoinstrument.sdk import Connection
 
 _logger = logging.getLogger(__name__)
 
@@ -70,11 +73,18 @@ def _install(provider: TracerProvider | None) -> None:
     if not ranks.exports(place, settings):
         return
 
-    def connect() -> Any:
+    def connect() -> Connection:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
         from megatron_autoinstrument import ids, resource, sdk
 
-        return sdk.connect(provider, settings.exporter, resource.attributes(place, ids.run_id()))
+        try:
+            return sdk.connect(provider, settings.exporter, resource.attributes(place, ids.run_id()))
+        except Exception as error:
+            if patching.reraise_internal_errors:
+                raise
+            _logger.warning("Nothing is recorded: OpenTelemetry could not be set up. %s", error)
+            LEDGER.silence()
+            return sdk.connect(NoOpTracerProvider(), None, {})
 
     from megatron_autoinstrument.targets import SEAMS
 

@@ -183,6 +183,8 @@ class Ledger:
         # Runs inside the application's import statement.
         try:
             self._patch_module(module)
+            if any(seam.home for seam in self._wanted.get(module.__name__, ())):
+                self._rebind({id(patch.original): patch.wrapper for patch in self._live()})
         except Exception:
             if reraise_internal_errors:
                 raise

@@ -315,7 +315,11 @@ class Recorder:
             )
         dropped, self.dropped = self.dropped, 0
         if dropped:
-            _logger.warning("%d spans were recorded faster than they could be exported, and dropped.", dropped)
+            _logger.warning(
+                "%d spans were dropped: more than %d waited to be exported, or a fault of ours left them open.",
+                dropped,
+                MAX_WAITING,
+            )
         return in_time
 
     def abandon(self) -> None:

@@ -127,6 +127,18 @@ def test_a_failed_install_leaves_megatron_as_it_was_and_raises_nothing(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_an_exporter_that_cannot_be_had_costs_one_message_and_no_training(megatron, monkeypatch, training, caplog):
+    monkeypatch.setattr("megatron_autoinstrument.patching.reraise_internal_errors", False)
+    monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", None)
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "no_such_exporter")
+    megatron.instrument()
+    for _ in range(3):
+        assert training.train_step("model") == "model"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "no_such_exporter" in record.getMessage()
+
+
 def test_seams_are_told_apart_and_each_names_groups_that_exist():
     from megatron_autoinstrument.groups import GROUPS
 

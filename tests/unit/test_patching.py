@@ -178,6 +178,24 @@ def test_a_function_from_elsewhere_is_patched_where_its_package_reexports_it(led
     assert package.save is home.save is original
 
 
+def test_such_a_function_can_be_pickled_also_where_the_module_is_imported_later(ledger, hook, tmp_path, monkeypatch):
+    (tmp_path / "toolkit").mkdir()
+    (tmp_path / "toolkit" / "__init__.py").write_text("from toolkit.serialization import save\n")
+    (tmp_path / "toolkit" / "serialization.py").write_text("def save(x): return x\n")
+    (tmp_path / "uses_toolkit.py").write_text("import toolkit\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ledger.install([seam("toolkit.save", hook, "uses_toolkit", home="toolkit.serialization")], ALL)
+    import toolkit.serialization
+    import uses_toolkit  # noqa: F401
+
+    assert hasattr(toolkit.save, "__wrapped__")
+    assert pickle.loads(pickle.dumps(toolkit.save)) is toolkit.save is toolkit.serialization.save
+    ledger.uninstall()
+    assert not hasattr(toolkit.serialization.save, "__wrapped__")
+    for name in ("uses_toolkit", "toolkit", "toolkit.serialization"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_only_seams_of_groups_that_are_on_are_patched(ledger, module, hook):
     original = module.step
     ledger.install([Seam("megatron.fake", "step", {"off"}, hook)], ALL)

@@ -209,7 +209,7 @@ def test_records_beyond_the_bound_are_dropped_counted_and_reported(recorder, exp
     assert recorder.flush()
     assert len(exporter.get_finished_spans()) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "3 spans were recorded faster than they could be exported, and dropped."
+        "3 spans were dropped: more than 2 waited to be exported, or a fault of ours left them open."
     ]
 
 

@@ -1,0 +1,43 @@
+"""Trains, and prints as JSON what this package did to the process by then."""
+
+import atexit
+import json
+import os
+import sys
+import threading
+
+import pretrain_tiny_gpt
+
+
+def report():
+    from opentelemetry import trace
+
+    from megatron_autoinstrument import instrumentor
+
+    megatron = [module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"]
+    values = [value for module in megatron for value in vars(module).values()]
+    values += [inner for value in values if isinstance(value, type) for inner in vars(value).values()]
+    ours = {
+        f"{value.__module__}.{value.__qualname__}"
+        for value in values
+        if "megatron_autoinstrument" in getattr(getattr(value, "__code__", None), "co_filename", "")
+    }
+    print(
+        "PROCESS STATE",
+        json.dumps(
+            {
+                "rank": int(os.environ["RANK"]),
+                "patched": sorted(ours),
+                "ledger": len(instrumentor.LEDGER._replacements),
+                "provider": type(trace.get_tracer_provider()).__name__,
+                "threads": sorted(thread.name for thread in threading.enumerate()),
+                "targets": "megatron_autoinstrument.targets" in sys.modules,
+                "sdk": "opentelemetry.sdk.trace" in sys.modules,
+            }
+        ),
+        flush=True,
+    )
+
+
+atexit.register(report)
+pretrain_tiny_gpt.main()

@@ -1,0 +1,119 @@
+"""What is patched on which rank, what uninstrument() leaves behind, and what a fault of ours costs."""
+
+import json
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+from harness import EVERYTHING, PLAIN, PTH, SCRIPTS, plain_losses, train
+
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+
+
+def results(run):
+    assert run.status == 0, run.output[-3000:]
+    decoder = json.JSONDecoder()
+    return [decoder.raw_decode(part.lstrip())[0] for part in run.output.split("PROCESS STATE")[1:]]
+
+
+@cache
+def restored(control):
+    environment = {**EVERYTHING, "CONTROL": str(int(control)), "LATE_MODULE": "megatron.core.export.export_config"}
+    (result,) = results(train(ranks=1, way=PLAIN, script=SCRIPTS / "restore.py", environment=environment))
+    return result
+
+
+def test_uninstrument_puts_back_every_attribute_of_megatron_and_every_global_of_the_script():
+    result, control = restored(False), restored(True)
+    assert result["patched"] > 20
+    assert result["different_while_installed"] >= result["patched"]
+    assert result["new_modules"]  # some were imported in between
+    assert result["wrappers_left"] == []
+    assert result["not_as_before"] == control["not_as_before"]
+
+
+def test_what_is_patched_copies_pickles_compares_and_inspects_as_its_original():
+    assert restored(False)["problems"] == []
+
+
+@cache
+def by_default():
+    run = train(*PIPELINE, way=PTH, script=SCRIPTS / "inspect_rank.py", environment={})
+    return run, sorted(results(run), key=lambda result: result["rank"])
+
+
+def test_by_default_the_last_rank_alone_exports():
+    run, _ = by_default()
+    assert run.ranks == [1]
+    assert run.counts(1) == {
+        "megatron.pretrain": 1,
+        "megatron.train": 1,
+        "megatron.evaluate": 4,
+        "megatron.evaluate.step": 8,
+    }
+    assert run.losses == plain_losses(*PIPELINE)
+
+
+def test_a_rank_that_does_not_export_has_no_patch_no_provider_and_no_thread_of_ours():
+    _, (first, _) = by_default()
+    assert first["patched"] == []
+    assert first["ledger"] == 0
+    assert first["provider"] == "ProxyTracerProvider"
+    assert not first["targets"]
+    assert not first["sdk"]
+    assert not [name for name in first["threads"] if "autoinstrument" in name or "Otel" in name]
+
+
+def test_by_default_nothing_that_runs_per_step_is_patched_but_what_evaluation_needs():
+    _, (_, last) = by_default()
+    assert {name.rpartition("megatron.")[2] for name in last["patched"]} == {
+        "training.training.pretrain",
+        "training.training.setup_model_and_optimizer",
+        "training.training.train",
+        "training.training.evaluate",
+        "training.checkpointing.save_checkpoint",
+        "training.checkpointing.generate_state_dict",
+        "training.async_utils.schedule_async_save",
+        "core.dist_checkpointing.serialization.save",
+        # An evaluation's step is a run of one of these, and they run in training too.
+        "core.pipeline_parallel.schedules.forward_backward_no_pipelining",
+        "core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",
+        "core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving",
+    }
+    assert last["provider"] == "TracerProvider"
+
+
+@cache
+def with_faults():
+    return train(*PIPELINE, way=PLAIN, script=SCRIPTS / "with_faults.py")
+
+
+def test_a_fault_of_ours_never_reaches_training():
+    run = with_faults()
+    assert run.status == 0, run.output[-3000:]
+    assert run.losses == plain_losses(*PIPELINE)
+
+
+def test_a_fault_of_ours_costs_its_seam_and_one_message():
+    run = with_faults()
+    off = Counter(re.findall(r"WARNING Recording of megatron\S*?(\w+) failed and is off", run.output))
+    assert off == {
+        "forward_step": 2,  # once on each rank
+        "evaluate": 2,
+        "send_forward": 1,  # the last stage sends nothing forward
+        "send_forward_recv_backward": 1,
+    }
+    assert " WARNING 3 spans were dropped" in run.output  # those that their own end failed to close
+    for rank in run.ranks:
+        counts = run.counts(rank)
+        assert "megatron.microbatch.forward" not in counts
+        assert counts["megatron.microbatch.backward"] == 24
+        assert counts["megatron.train_step"] == 6
+
+
+@pytest.mark.parametrize("name", ["training.training.no_such_function", "schedules.NoSuchClass.step"])
+def test_a_seam_that_this_megatron_lacks_is_reported_once_on_each_rank_and_costs_nothing(name):
+    lines = [line for line in with_faults().ours() if name in line]
+    assert len(lines) == 2
+    assert all(" INFO This Megatron has no megatron." in line for line in lines)
