@@ -16,7 +16,7 @@ demo: $(VENV)/megatron $(VENV)/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" MEGATRON_OTEL_SPAN_GROUPS=all MEGATRON_OTEL_RANK_STRATEGY=all_ranks \
 	  megatron-autoinstrument show -- \
 	  opentelemetry-instrument torchrun --nproc-per-node 2 fixtures/pretrain_tiny_gpt.py \
-	  $$(cat fixtures/tiny_gpt.args) --pipeline-model-parallel-size 2
+	  $$(cat fixtures/tiny_gpt.args) --pipeline-model-parallel-size 2 --global-batch-size 6
 
 test: lint test-unit test-megatron
 

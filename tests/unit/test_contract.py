@@ -1,0 +1,40 @@
+"""The names that users rely on, held against the project's copy of the contract, and the README's tables against them."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_autoinstrument import environment_variables, groups, semconv
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+CONTRACT = tomllib.loads((ROOT / "fixtures" / "telemetry.toml").read_text())
+NOT_YET = {"layer", "activation_offload"}  # groups without seams so far
+BEYOND = {"megatron.save_checkpoint.async_write"}
+
+
+def test_the_groups_are_the_contracts():
+    assert groups.GROUPS == CONTRACT["groups"]
+
+
+def test_the_presets_are_the_contracts():
+    for name, members in CONTRACT["presets"].items():
+        assert groups.PRESETS[name] == (frozenset(groups.GROUPS) if name == "all" else frozenset(members))
+
+
+def test_the_spans_and_their_groups_are_the_contracts():
+    documented = {span["name"]: span["group"] for span in CONTRACT["span"] if span["group"] not in NOT_YET}
+    assert {name: group for name, group in semconv.SPAN_GROUPS.items() if name not in BEYOND} == documented
+
+
+def test_the_readme_has_a_row_for_each_span():
+    for name, group in semconv.SPAN_GROUPS.items():
+        assert f"| `{name}` | `{group}` |" in README
+
+
+def test_the_readme_and_the_contract_have_each_variable_that_is_read():
+    for name in (name for name in vars(environment_variables) if name.isupper()):
+        assert name in CONTRACT["environment"]
+        assert name in README
