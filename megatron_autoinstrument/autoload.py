@@ -6,28 +6,39 @@ Standard library only, and next to nothing until Megatron is imported: it loads 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from megatron_autoinstrument import config, ranks
+
+_logger = logging.getLogger(__name__)
+
 
 class _BeforeMegatron:
-    """A finder that finds nothing, but is asked before anything of Megatron is imported."""
+    """A finder that finds nothing, but is asked before anything of Megatron is imported.
+
+    It stays in sys.meta_path when its work is done: whoever leaves while the import system walks that list makes it
+    skip another.
+    """
 
     def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
+        self.call: Callable[[], None] | None = call
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> None:
-        # It stays in sys.meta_path: whoever leaves while the import system walks that list makes it skip another.
-        if self._call is not None and (name == "megatron" or name.startswith("megatron.")):
-            call, self._call = self._call, None
-            call()
+        if self.call is not None and (name == "megatron" or name.startswith("megatron.")):
+            call, self.call = self.call, None
+            try:
+                call()
+            except Exception:
+                _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
 
 
 def before_megatron(call: Callable[[], None]) -> _BeforeMegatron:
-    """Has `call` run once, when Megatron is about to be imported. It must not raise."""
+    """Has `call` run once, when Megatron is about to be imported."""
     finder = _BeforeMegatron(call)
     sys.meta_path.insert(0, finder)
     return finder
@@ -35,8 +46,7 @@ def before_megatron(call: Callable[[], None]) -> _BeforeMegatron:
 
 def forget(finder: _BeforeMegatron) -> None:
     """Takes `before_megatron` back."""
-    if finder in sys.meta_path:
-        sys.meta_path.remove(finder)
+    finder.call = None
 
 
 def from_pth() -> None:
@@ -47,12 +57,16 @@ def from_pth() -> None:
 
 
 def _instrument_if_enabled() -> None:
-    from megatron_autoinstrument import config, ranks
+    if not config.enabled(warn=ranks.current().rank == 0):
+        return
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor
 
-    instrumentor = MegatronInstrumentor()
-    if config.from_environment(ranks.current()).enabled and not instrumentor.is_instrumented_by_opentelemetry:
-        instrumentor.instrument()
+    if not MegatronInstrumentor().is_instrumented_by_opentelemetry:
+        MegatronInstrumentor().instrument()
+
+
+# Those that start a rank's processes themselves.
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
 
 
 def keep_for_workers() -> None:
@@ -60,19 +74,15 @@ def keep_for_workers() -> None:
 
     Before opentelemetry-instrumentation 0.63b0 a process that `opentelemetry-instrument` started takes that out of
     PYTHONPATH, and its children start bare. This is an `opentelemetry_post_instrument` entry point: it runs after
-    that, in the launcher too, where it is put back. A rank's own children are left as they are.
+    that, and in a launcher puts it back. A rank's own children are left as they are.
     """
-    if "RANK" in os.environ:
+    launches = any(launcher in argument for argument in sys.orig_argv for launcher in _LAUNCHERS)
+    if "RANK" in os.environ or not launches or config.enabled(warn=False) is False:
         return
-    from megatron_autoinstrument import config, ranks
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor
 
-    if not MegatronInstrumentor().is_instrumented_by_opentelemetry:
-        return  # its name is in OTEL_PYTHON_DISABLED_INSTRUMENTATIONS
-    if config.from_environment(ranks.current()).enabled is False:
-        return
     spec = importlib.util.find_spec("opentelemetry.instrumentation.auto_instrumentation")
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or not MegatronInstrumentor().is_instrumented_by_opentelemetry:
         return
     entry = os.path.dirname(os.path.abspath(spec.origin))
     python_path = os.environ.get("PYTHONPATH", "")

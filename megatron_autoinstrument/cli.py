@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _environment(endpoint: str) -> dict[str, str]:
+    direct = ",".join(filter(None, [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {
         "MEGATRON_OTEL_ENABLED": "1",
         "OTEL_METRICS_EXPORTER": "none",
@@ -68,6 +69,8 @@ def _environment(endpoint: str) -> dict[str, str]:
         "OTEL_TRACES_EXPORTER": "otlp",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint,
+        "no_proxy": direct,  # gRPC would ask a proxy even for this machine
+        "NO_PROXY": direct,
     }
 
 

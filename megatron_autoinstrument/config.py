@@ -39,13 +39,11 @@ def from_environment(place: ranks.Rank) -> Config:
     def read(name: str, parse: Callable[[str], _T], default: _T, allowed: str, alias: str | None = None) -> _T:
         return _read(name, parse, default, allowed, alias, warn=place.rank == 0)
 
-    sdk_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     strategies = ", ".join(ranks.STRATEGIES)
     traces = read(names.MEGATRON_OTEL_TRACES_ENABLED, _boolean, True, _BOOLEANS)
     span_groups = read(names.MEGATRON_OTEL_SPAN_GROUPS, groups.parse, groups.PRESETS["default"], groups.KNOWN)
     return Config(
-        # The SDK's own switch leaves nothing to record for.
-        enabled=False if sdk_disabled else read(names.MEGATRON_OTEL_ENABLED, _boolean, None, _BOOLEANS),
+        enabled=enabled(warn=place.rank == 0),
         rank_strategy=read(
             names.MEGATRON_OTEL_RANK_STRATEGY,
             _one_of(*ranks.STRATEGIES),
@@ -60,6 +58,13 @@ def from_environment(place: ranks.Rank) -> Config:
         span_groups=span_groups if traces else frozenset(),
         exporter=read(names.MEGATRON_OTEL_EXPORTER, _one_of("otlp", "console"), None, "otlp, console"),
     )
+
+
+def enabled(*, warn: bool) -> bool | None:
+    """What MEGATRON_OTEL_ENABLED says, or None. The SDK's own switch, too, leaves nothing to record for."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    return _read(names.MEGATRON_OTEL_ENABLED, _boolean, None, _BOOLEANS, None, warn=warn)
 
 
 def _read(name: str, parse: Callable[[str], _T], default: _T, allowed: str, alias: str | None, *, warn: bool) -> _T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import sys
 
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 
@@ -32,6 +33,19 @@ def keep_random_state(tracer: object) -> None:
     tracers of that provider, and generators that someone chose, stay as they are."""
     if type(getattr(tracer, "id_generator", None)) is RandomIdGenerator:
         tracer.id_generator = PrivateIdGenerator()  # type: ignore[attr-defined]
+
+
+# They jitter their retries by drawing from the `random` that they import.
+_RETRYING = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.exporter.otlp.common.http")
+
+
+def keep_random_state_in_retries() -> None:
+    """Has the loaded OTLP exporters draw from the private generator: else a collector's hiccup would move one rank's
+    random state away from the others'."""
+    for name in _RETRYING:
+        module = sys.modules.get(name)
+        if getattr(module, "random", None) is random:
+            module.random = _random  # type: ignore[union-attr]
 
 
 def run_id() -> str:

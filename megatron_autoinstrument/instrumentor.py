@@ -52,7 +52,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
                     raise
                 _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
 
-        if any(name == "megatron" or name.startswith("megatron.") for name in sys.modules):
+        if any(name == "megatron" or name.startswith("megatron.") for name in list(sys.modules)):
             install()
         else:
             self._waiting = autoload.before_megatron(install)

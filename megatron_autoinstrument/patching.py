@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import wrapt
@@ -124,6 +124,14 @@ class _Replacement(NamedTuple):
     inherited: bool  # the holder had no such attribute of its own
 
 
+def _can_wrap(holder: Any, original: Any) -> bool:
+    """Whether a plain function may stand in for `original`. In a class it would bind `self`, so that only what does
+    so itself will do: not a partial, or an object with `__call__`."""
+    if inspect.isclass(holder):
+        return isinstance(original, (FunctionType, staticmethod, classmethod))
+    return callable(original) and not inspect.isclass(original)
+
+
 class Ledger:
     """Everything of Megatron that is replaced now."""
 
@@ -196,30 +204,47 @@ class Ledger:
             try:
                 holder, name, original = wrapt.resolve_path(module, seam.path)
             except AttributeError:
-                _logger.info("This Megatron has no %s.%s: its spans are left out.", seam.module, seam.path)
+                holder, name, original = module, seam.path, None
+            if not _can_wrap(holder, original):
+                _logger.info("This Megatron has no %s.%s that we know: its spans are left out.", seam.module, seam.path)
                 continue
             self._replace(seam, holder, name, original)
 
     def _replace(self, seam: Seam, holder: Any, name: str, original: Any) -> None:
         kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
         function = original.__func__ if kind else original
-        patch = self._patch_in(seam, function)
-        if patch is None:
-            patch = self._patches[seam, id(function)] = _Patch(seam, function)
-        patch.hook = seam.hook(patch.original, self._groups)
+        patch = self._patch_for(seam, function)
+        try:
+            hook = seam.hook(patch.original, self._groups)
+        except Exception:
+            # A fork's function that we can't read costs its own spans, and no others.
+            if reraise_internal_errors:
+                raise
+            _logger.warning(
+                "Could not instrument %s.%s: its spans are left out.", seam.module, seam.path, exc_info=True
+            )
+            return
+        self._patches[seam, id(patch.original)] = patch
+        patch.hook = hook
         if patch.original is not function:
             return  # ours is below another's wrapper already
         replacement = kind(patch.wrapper) if kind else patch.wrapper
         self._replacements.append(_Replacement(holder, name, original, replacement, name not in vars(holder)))
         setattr(holder, name, replacement)
 
-    def _patch_in(self, seam: Seam, function: Function | None) -> _Patch | None:
-        """The patch of `seam` made for `function`, or for one that it wraps."""
-        while function is not None:
-            if (patch := self._patches.get((seam, id(function)))) is not None:
-                return patch
-            function = getattr(function, "__wrapped__", None)
-        return None
+    def _patch_for(self, seam: Seam, function: Function) -> _Patch:
+        """The patch made for `function` before, or one of `seam` whose wrapper is below `function`; else a new one."""
+        if (patch := self._patches.get((seam, id(function)))) is not None:
+            return patch
+        ours = {id(patch.wrapper): patch for (of, _), patch in self._patches.items() if of is seam}
+        below: Any = function
+        for _ in range(100):  # a chain may be a circle
+            if below is None:
+                break
+            if id(below) in ours:
+                return ours[id(below)]
+            below = getattr(below, "__wrapped__", None)
+        return _Patch(seam, function)
 
     def _rebind(self, new: Mapping[int, Any]) -> None:
         """Gives names made by `from X import f` the function that X has now."""

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
 from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
 
 from opentelemetry import trace
-from opentelemetry.environment_variables import OTEL_TRACES_EXPORTER
-from opentelemetry.sdk.environment_variables import OTEL_RESOURCE_ATTRIBUTES
+from opentelemetry.environment_variables import OTEL_PYTHON_ID_GENERATOR, OTEL_TRACES_EXPORTER
+from opentelemetry.sdk.environment_variables import (
+    OTEL_EXPORTER_OTLP_PROTOCOL,
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
+    OTEL_RESOURCE_ATTRIBUTES,
+    OTEL_TRACES_SAMPLER,
+    OTEL_TRACES_SAMPLER_ARG,
+)
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import ProxyTracerProvider, Tracer, TracerProvider
 
 from megatron_autoinstrument import ids
@@ -65,55 +75,64 @@ def connect(provider: TracerProvider | None, exporter: str | None, attributes: M
         _complete(provider, attributes)
     tracer = provider.get_tracer("megatron_autoinstrument", __version__)
     ids.keep_random_state(tracer)
+    ids.keep_random_state_in_retries()
     return Connection(provider, tracer, provider is _ours)
 
 
 def _build(exporter: str | None, attributes: Mapping[str, str | int]) -> TracerProvider:
-    """A provider from the standard `OTEL_*` variables, set globally so that the user's own spans are exported too."""
-    described = _described(Resource.create(), attributes)
-    try:
-        _build_as_configured(exporter, described)
-    except (ImportError, AttributeError, TypeError):
-        _logger.debug("This SDK's configurator is not the one we know", exc_info=True)
-        _build_plain(described)
-    provider = trace.get_tracer_provider()
-    atexit.unregister(provider.shutdown)  # type: ignore[attr-defined]  # it has no bound; ours has
+    """A provider from the standard `OTEL_*` variables, set globally so that the user's own spans are exported too.
+
+    The SDK's own configurator sets its provider before it has made the exporters, and one without any stays where
+    that fails; here all is made first.
+
+    Raises:
+        RuntimeError: an exporter, sampler or id generator that was asked for is not installed.
+    """
+    if exporter is None:
+        exporter = os.environ.get(OTEL_TRACES_EXPORTER, "").strip() or "otlp"
+    names = [name.strip() for name in exporter.split(",") if name.strip() != "none"]
+    processors = [BatchSpanProcessor(_component("traces_exporter", _entry_point(name))()) for name in names]
+    generator = os.environ.get(OTEL_PYTHON_ID_GENERATOR, "random").strip()
+    provider = SdkTracerProvider(
+        sampler=_sampler(),
+        resource=_described(Resource.create(), attributes),
+        id_generator=ids.PrivateIdGenerator() if generator == "random" else _component("id_generator", generator)(),
+        shutdown_on_exit=False,  # that has no bound; our own exit has
+    )
+    for processor in processors:
+        provider.add_span_processor(processor)
+    trace.set_tracer_provider(provider)
     return provider
 
 
-def _build_as_configured(exporter: str | None, described: Resource) -> None:
-    # Private to the SDK, but the one place that knows every OTEL_TRACES_* variable; see _build_plain for a fallback.
-    from opentelemetry.sdk import _configuration as sdk
-
-    if exporter is None and os.environ.get(OTEL_TRACES_EXPORTER):
-        names = sdk._get_exporter_names("traces")
-    else:
-        names = [sdk._get_exporter_entry_point(exporter or "otlp", "traces")]
-    exporters, _, _ = sdk._import_exporters(names, [], [])
-    chosen = sdk._get_id_generator()
-    sdk._init_tracing(
-        exporters=exporters,
-        id_generator=ids.PrivateIdGenerator() if chosen == "random" else sdk._import_id_generator(chosen),
-        sampler=sdk._import_sampler(sdk._get_sampler()),
-        resource=described,
-    )
+def _entry_point(exporter: str) -> str:
+    if exporter != "otlp":
+        return exporter
+    protocol = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or os.environ.get(OTEL_EXPORTER_OTLP_PROTOCOL)
+    protocol = (protocol or "grpc").strip()
+    return {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}.get(protocol, f"otlp over {protocol}")
 
 
-def _build_plain(described: Resource) -> None:
-    """The defaults, by public means alone: OTLP over gRPC, and the samplers that the SDK itself reads."""
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+def _sampler() -> Sampler | None:
+    """The sampler of OTEL_TRACES_SAMPLER where a package brings it; None for those that the SDK reads itself."""
+    name = os.environ.get(OTEL_TRACES_SAMPLER, "").strip()
+    for entry_point in entry_points(group="opentelemetry_traces_sampler", name=name):
+        if not entry_point.value.startswith("opentelemetry.sdk."):
+            return entry_point.load()(os.environ.get(OTEL_TRACES_SAMPLER_ARG))
+    return None
 
-    provider = SdkTracerProvider(resource=described, id_generator=ids.PrivateIdGenerator())
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    trace.set_tracer_provider(provider)
+
+def _component(kind: str, name: str) -> Any:
+    """What an installed package offers under the entry point `opentelemetry_KIND`."""
+    offered = entry_points(group=f"opentelemetry_{kind}")
+    for entry_point in offered:
+        if entry_point.name == name:
+            return entry_point.load()
+    raise RuntimeError(f"There is no {kind} {name!r} among those installed: {', '.join(sorted(offered.names))}.")
 
 
 def _complete(provider: TracerProvider, attributes: Mapping[str, str | int]) -> None:
     """Adds our resource attributes to a provider that was made before the rank was known."""
-    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
-
     if not isinstance(provider, SdkTracerProvider):
         return
     described = _described(provider.resource, attributes)

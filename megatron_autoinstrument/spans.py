@@ -87,7 +87,8 @@ class Recorder:
         self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
-        self._asked: deque[tuple[bool, threading.Event]] = deque()
+        self._asked: deque[_Request] = deque()
+        self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
 
     # ------------------------------------------------------------------------------------------ the hot path
@@ -239,33 +240,48 @@ class Recorder:
         while True:
             self._wake.wait(_DRAIN_INTERVAL_S)
             self._wake.clear()
+            asked = self._asked.popleft() if self._asked else None
             try:
-                self.drain()
-                if self._asked and self._connection is not None:
-                    self._connection.flush()
-                    if self._asked[0][0]:
-                        self._connection.shutdown()
+                self.drain(final=asked is not None and asked.final)
+                if asked is not None:
+                    self._export(asked.final)
+                    asked.done = True
             except Exception:
-                _logger.warning("Handing spans to OpenTelemetry failed; some are lost.", exc_info=True)
-            if self._asked:
-                self._asked.popleft()[1].set()
+                _logger.warning("Exporting what was recorded failed; some of it is lost.", exc_info=True)
+            if asked is not None:
+                asked.answered.set()
 
-    def drain(self) -> None:
-        """Hands the closed records on. Any thread may call it; the training thread has no need to."""
+    def _export(self, final: bool) -> None:
+        if self._connection is not None:
+            try:
+                self._connection.flush()
+            finally:
+                if final:
+                    self._connection.shutdown()
+
+    def drain(self, final: bool = False) -> None:
+        """Hands the closed records on. Any thread may call it; the training thread has no need to.
+
+        Args:
+            final: Whether to give up those that are still open.
+        """
         with self._draining:
-            handed = 0
             while self._waiting:
                 record = self._waiting[0]
                 if record.end is None:
-                    if record.parent is None or record.parent.end is None:
+                    if not final and (record.parent is None or record.parent.end is None):
                         break  # still running
                     self._waiting.popleft()  # a fault of ours left it open
                     self.dropped += 1
                     continue
                 self._waiting.popleft()
-                self._emit(record)
-                handed += 1
-                if handed % _FLUSH_EVERY == 0 and self._connection is not None:
+                try:
+                    self._emit(record)
+                except Exception:
+                    self.dropped += 1  # a processor or sampler of somebody's
+                    _logger.debug("A span could not be handed on", exc_info=True)
+                self._handed += 1
+                if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
                     self._connection.flush()
 
     def _emit(self, record: Record) -> None:
@@ -294,44 +310,64 @@ class Recorder:
             self.end(self.current)
 
     def flush(self, final: bool = False) -> bool:
-        """Has our thread hand on and export what is closed, and waits for that within the connection's bound.
+        """Has our thread hand on and export what is closed, and waits for that within the connection's bound. What
+        is lost is counted and reported.
 
         Args:
-            final: Whether to shut the provider down then, if it is ours.
+            final: Whether this is the last time: what is open is given up, and the provider shut down if it is ours.
 
         Returns:
-            Whether it was done in time.
+            Whether all was exported in time.
         """
         if self._thread is None or self._connection is None:
             return True
-        done = threading.Event()
-        self._asked.append((final, done))
+        request = _Request(final)
+        self._asked.append(request)
         self._wake.set()
-        in_time = done.wait(self._connection.exit_timeout_s)
+        in_time = request.answered.wait(self._connection.exit_timeout_s)
+        lost, self.dropped = self.dropped, 0
+        if final:
+            lost += len(self._waiting)
         if not in_time:
             _logger.warning(
                 "Exporting what was recorded takes more than %g s; what is left may be lost.",
                 self._connection.exit_timeout_s,
             )
-        dropped, self.dropped = self.dropped, 0
-        if dropped:
+        if lost:
             _logger.warning(
-                "%d spans were dropped: more than %d waited to be exported, or a fault of ours left them open.",
-                dropped,
+                "%d spans were dropped: more than %d waited to be exported, or they could not be closed or handed on.",
+                lost,
                 MAX_WAITING,
             )
-        return in_time
+        return in_time and request.done
 
     def abandon(self) -> None:
         """This is a forked child: what is open or waiting is its parent's to record."""
+        record = self.current
+        while record is not None:
+            record.span = None  # a wrapper that is on the stack here as well will end the record
+            record = record.parent
         self.current = self._deferred = self._thread = None
+        self._draining = threading.Lock()  # our thread may have held it
         self._waiting.clear()
         self._background.clear()
 
     def exit(self) -> None:
         """The process ends: closes what is open and exports it."""
-        self.close_open_records()
+        try:
+            self.close_open_records()
+        except Exception:
+            _logger.warning("What was still running could not be recorded.", exc_info=True)
         self.flush(final=True)
+
+
+class _Request:
+    """A flush that our thread was asked for."""
+
+    def __init__(self, final: bool) -> None:
+        self.final = final
+        self.done = False
+        self.answered = threading.Event()
 
 
 def _context_of(parent: SpanContext | None) -> context_api.Context:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.semconv import ASYNC
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.spans import RECORDER, Record
+
+_logger = logging.getLogger(__name__)
+
+
+def _finished(writes: list[Record]) -> None:
+    # Megatron calls this right before a collective: an exception here would leave the other ranks in that.
+    try:
+        for write in writes:
+            RECORDER.end_background(write)
+    except Exception:
+        _logger.warning("The end of an asynchronous save could not be recorded.", exc_info=True)
 
 
 def _schedule_async_save(original: Function, groups: frozenset[str]) -> Hook:
@@ -19,11 +32,10 @@ def _schedule_async_save(original: Function, groups: frozenset[str]) -> Hook:
         save = RECORDER.current
         if save is None or save.name != "megatron.save_checkpoint":
             return
-        request = request_of(args, kwargs)
-        record = RECORDER.begin_background(
-            "megatron.save_checkpoint.async_write", save.parent, {**(save.attributes or {}), ASYNC: True}, save
-        )
-        request.add_finalize_fn(lambda: RECORDER.end_background(record))
+        attributes = {**(save.attributes or {}), ASYNC: True}
+        writes: list[Record] = []
+        request_of(args, kwargs).add_finalize_fn(partial(_finished, writes))
+        writes.append(RECORDER.begin_background("megatron.save_checkpoint.async_write", save.parent, attributes, save))
 
     return Hook(begin, lambda token, result, error: None)
 

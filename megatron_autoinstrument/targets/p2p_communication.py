@@ -7,6 +7,7 @@ direction, with the call's times.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
@@ -57,13 +58,13 @@ _OPERATIONS: dict[str, tuple[tuple[str, str, Callable[[Any], bool]], ...]] = {
 }
 
 
-def _operation(original: Function, groups: frozenset[str]) -> Hook:
+def _operation(operation: str, original: Function, groups: frozenset[str]) -> Hook:
     directions = [
         (f"megatron.p2p.{direction}", argument(original, parameter), test)
-        for direction, parameter, test in _OPERATIONS[original.__name__]
+        for direction, parameter, test in _OPERATIONS[operation]
     ]
     overlap = argument(original, "overlap_p2p_comm")
-    may_be_linked = original.__name__ == "recv_forward"
+    may_be_linked = operation == "recv_forward"
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record | None, Record, list[Record]] | None:
         names = [name for name, read, test in directions if test(read(args, kwargs))]
@@ -109,4 +110,6 @@ def _begin_linked(communicator: Any) -> Record | None:
     return RECORDER.begin("megatron.pp.recv_forward.linked", FREQUENT, attributes)
 
 
-SEAMS = tuple(Seam(_MODULE, f"P2PCommunicator.{name}", {"communication"}, _operation) for name in _OPERATIONS)
+SEAMS = tuple(
+    Seam(_MODULE, f"P2PCommunicator.{name}", {"communication"}, partial(_operation, name)) for name in _OPERATIONS
+)

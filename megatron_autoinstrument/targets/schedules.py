@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
@@ -28,9 +29,9 @@ running: Pass | None = None
 """The run of a schedule that is going on."""
 
 
-def _schedule(original: Function, groups: frozenset[str]) -> Hook:
+def _schedule(schedule: str, original: Function, groups: frozenset[str]) -> Hook:
     """The pass of an iteration; inside `megatron.evaluate`, that evaluation's step."""
-    interleaved = original.__name__.endswith("_with_interleaving")
+    interleaved = schedule.endswith("_with_interleaving")
     iteration_kind = kind_of("megatron.forward_backward", LIVE, groups)
     evaluation_kind = kind_of("megatron.evaluate.step", LIVE, groups)
 
@@ -67,7 +68,10 @@ _SCHEDULES = (
 )
 
 SEAMS = (
-    *(Seam(_MODULE, path, {"forward_backward", "evaluate", "communication"}, _schedule) for path in _SCHEDULES),
+    *(
+        Seam(_MODULE, path, {"forward_backward", "evaluate", "communication"}, partial(_schedule, path))
+        for path in _SCHEDULES
+    ),
     Seam(
         _MODULE,
         "forward_step",

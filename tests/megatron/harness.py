@@ -27,6 +27,18 @@ EVERYTHING = {"MEGATRON_OTEL_SPAN_GROUPS": "all", "MEGATRON_OTEL_RANK_STRATEGY":
 _TIMEOUT_S = 240
 
 
+def _messages() -> re.Pattern[str]:
+    """What a line of this package's log looks like: its logger's name, or the beginning of any of its messages."""
+    sources = "".join(path.read_text() for path in (ROOT / "megatron_autoinstrument").rglob("*.py"))
+    messages = re.findall(r'_logger\.(?:warning|info)\(\s*"([^"]+)"', sources)
+    assert len(messages) > 8
+    parts = {max(re.split(r"%\w", message), key=len) for message in messages}
+    return re.compile("|".join(["megatron_autoinstrument", *map(re.escape, parts)]))
+
+
+_OURS = _messages()
+
+
 @dataclass
 class Run:
     """A finished run."""
@@ -53,8 +65,8 @@ class Run:
         return Counter(span.name for span in self.of(rank))
 
     def ours(self) -> list[str]:
-        """The lines of the output that this package logged."""
-        return [line for line in self.output.splitlines() if "megatron_autoinstrument" in line]
+        """The lines that this package logged. Before Megatron sets logging up they come without a name."""
+        return [line for line in self.output.splitlines() if _OURS.search(line)]
 
 
 def train(
@@ -89,6 +101,7 @@ def train(
                 "TORCHDYNAMO_DISABLE": "1",
                 "OMP_NUM_THREADS": "1",
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "no_proxy": "127.0.0.1",
                 "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
                 "OTEL_METRICS_EXPORTER": "none",
                 "OTEL_LOGS_EXPORTER": "none",

@@ -127,7 +127,7 @@ def test_uninstrument_and_instrument_again_in_mid_run_leave_a_gap_and_whole_span
         steps = [span for span in run.of(rank) if span.name == "megatron.train_step"]
         assert [step.attributes["megatron.iteration"] for step in steps] == [1, 2, 3, 6]
         # The loop has held the schedule's wrapper in a local since before: it came alive again.
-        assert [[child.name for child in step.children][0] for step in steps] == ["megatron.forward_backward"] * 4
+        assert [step.children[0].name for step in steps] == ["megatron.forward_backward"] * 4
         assert run.counts(rank)["megatron.pretrain"] == run.counts(rank)["megatron.train"] == 1
         # Those open when it was taken back closed when their call ended; those begun before it came again have none.
         forwards = run.counts(rank)["megatron.microbatch.forward"]

@@ -85,8 +85,52 @@ def test_the_call_comes_once_before_the_import_and_no_other_finder_is_skipped(me
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_nothing_is_kept_for_the_children_of_a_rank(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    autoload.keep_for_workers()
-    assert os.environ["PYTHONPATH"] == "/somewhere"
+def test_a_broken_installation_of_ours_does_not_break_megatrons_import(megatron):
+    (megatron / "wrapt.py").write_text("raise ImportError('no wrapt here')\n")
+    code = f"exec({PTH.read_text()!r}); import megatron.core; print('imported')"
+    for value, complaints in (("1", 1), ("0", 0)):
+        environment = {"PYTHONPATH": f"{megatron}{os.pathsep}{ROOT}", "MEGATRON_OTEL_ENABLED": value}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.stdout == "imported\n"
+        assert done.stderr.count("Could not instrument Megatron; nothing is recorded.") == complaints
+
+
+def test_the_call_taken_back_never_comes(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    finder = autoload.before_megatron(lambda: 1 / 0)
+    before = list(sys.meta_path)
+    autoload.forget(finder)
+    finder.find_spec("megatron")
+    assert sys.meta_path == before  # it would make an import under way skip another
+
+
+AUTO = "os.path.dirname(importlib.util.find_spec('opentelemetry.instrumentation.auto_instrumentation').origin)"
+KEEP = (
+    "import importlib.util, os, sys; from megatron_autoinstrument import MegatronInstrumentor, autoload\n"
+    f"entry = {AUTO}; sys.path.append(entry); MegatronInstrumentor().instrument(); autoload.keep_for_workers()\n"
+    "print(os.environ['PYTHONPATH'].split(os.pathsep).count(entry))"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "kept"),
+    [
+        ("torchrun", {}, "1"),
+        ("torchrun", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "1"),  # a launcher under srun
+        ("torchrun", {"MEGATRON_OTEL_EXPORT_RANK": "5"}, "1"),  # of its ranks, not of the launcher: no complaint
+        ("torchrun", {"MEGATRON_OTEL_ENABLED": "0"}, "0"),
+        ("torchrun", {"RANK": "0"}, "0"),
+        ("train.py", {}, "0"),
+        ("train.py", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "0"),
+    ],
+)
+def test_the_wrappers_path_is_kept_in_a_launcher_and_nowhere_else(tmp_path, script, environment, kept):
+    (tmp_path / script).write_text(KEEP)
+    done = subprocess.run(
+        [sys.executable, tmp_path / script],
+        env={"PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout.strip(), done.stderr) == (kept, "")

@@ -32,6 +32,12 @@ def test_show_runs_a_command_and_shows_one_of_its_steps(capfd):
     assert "microbatch.forward 0" in shown
 
 
+def test_show_asks_no_proxy_for_this_machine(capfd, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert cli.main(["show", "--", sys.executable, "-c", PROGRAM]) == 0
+    assert "12 spans from 1 rank" in capfd.readouterr().out
+
+
 def test_show_hands_on_the_commands_status_and_the_end_of_its_output(capfd):
     assert cli.main(["show", "--", sys.executable, "-c", "print('why'); raise SystemExit(3)"]) == 3
     shown = capfd.readouterr().out

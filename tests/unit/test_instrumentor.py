@@ -5,8 +5,6 @@ from importlib.metadata import entry_points
 import pytest
 
 from megatron_autoinstrument import MegatronInstrumentor, instrumentor, targets
-from megatron_autoinstrument.patching import Seam
-from megatron_autoinstrument.spans import span
 
 SOURCE = "def train_step(model, iteration=None):\n    return model\n"
 
@@ -114,13 +112,13 @@ def test_a_failed_install_leaves_megatron_as_it_was_and_raises_nothing(
     megatron, monkeypatch, training, provider, caplog
 ):
     monkeypatch.setattr("megatron_autoinstrument.patching.reraise_internal_errors", False)
+    failures = [RuntimeError("broken")]
 
-    def broken(original, groups):
-        raise RuntimeError("broken")
+    def fails_once(new):
+        if failures:
+            raise failures.pop()
 
-    step = Seam("megatron.training.training", "train_step", {"step"}, span("megatron.train_step", live=True))
-    bad = Seam("megatron.training.training", "train_step", {"step"}, broken)
-    monkeypatch.setattr(targets, "SEAMS", (step, bad))
+    monkeypatch.setattr(instrumentor.LEDGER, "_rebind", fails_once)
     original = training.train_step
     megatron.instrument(tracer_provider=provider)
     assert training.train_step is original

@@ -4,6 +4,7 @@ import inspect
 import logging
 import pickle
 import sys
+import types
 
 import pytest
 
@@ -233,34 +234,60 @@ def test_a_seam_that_does_not_exist_is_reported_once_and_costs_nothing_else(ledg
     ledger.install([seam("no_such", hook), seam("Communicator.no_such", hook), seam("step", hook)], ALL)
     assert hasattr(module.step, "__wrapped__")
     assert [record.getMessage() for record in caplog.records] == [
-        "This Megatron has no megatron.fake.no_such: its spans are left out.",
-        "This Megatron has no megatron.fake.Communicator.no_such: its spans are left out.",
+        "This Megatron has no megatron.fake.no_such that we know: its spans are left out.",
+        "This Megatron has no megatron.fake.Communicator.no_such that we know: its spans are left out.",
     ]
 
 
-def test_a_half_done_install_is_rolled_back(ledger, module, hook):
-    original = module.step
+class Reluctant(types.ModuleType):
+    """A module that refuses to have one of its names set."""
+
+    def __setattr__(self, name, value):
+        if name == "second":
+            raise RuntimeError("refused")
+        super().__setattr__(name, value)
+
+
+def test_a_half_done_install_is_rolled_back(ledger, hook, monkeypatch):
+    module = Reluctant("megatron.reluctant")
+    exec("def first(): pass\ndef second(): pass", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = dict(vars(module))
+    with pytest.raises(RuntimeError, match="refused"):
+        ledger.install([seam("first", hook, module.__name__), seam("second", hook, module.__name__)], ALL)
+    assert vars(module) == before
+
+
+def test_a_function_that_we_cannot_read_costs_its_own_spans_and_no_others(ledger, module, hook, monkeypatch, caplog):
+    monkeypatch.setattr(patching, "reraise_internal_errors", False)
 
     def broken(original, groups):
-        raise RuntimeError("broken")
+        raise KeyError("a fork's")
 
-    with pytest.raises(RuntimeError, match="broken"):
-        ledger.install([seam("step", hook), seam("Communicator.send", broken)], ALL)
-    assert module.step is original
-    assert not hasattr(module.Communicator.send, "__wrapped__")
+    original = module.Communicator.send
+    ledger.install([seam("Communicator.send", broken), seam("step", hook)], ALL)
+    assert module.Communicator.send is original
+    assert hasattr(module.step, "__wrapped__")
+    assert [record.getMessage() for record in caplog.records] == [
+        "Could not instrument megatron.fake.Communicator.send: its spans are left out."
+    ]
+
+
+@pytest.mark.parametrize("value", [functools.partial(print), type("Callable", (), {"__call__": print})(), 3])
+def test_in_a_class_only_what_binds_self_is_wrapped(ledger, module, hook, value):
+    module.Communicator.send = value
+    ledger.install([seam("Communicator.send", hook)], ALL)
+    assert vars(module.Communicator)["send"] is value
 
 
 def test_a_failure_inside_megatrons_import_reaches_the_log_and_not_the_import(
     ledger, hook, caplog, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(patching, "reraise_internal_errors", False)
-    (tmp_path / "imported_badly.py").write_text("def step(): return 1\ndef other(): return 2\n")
+    (tmp_path / "imported_badly.py").write_text("def step(): return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-
-    def broken(original, groups):
-        raise RuntimeError("broken")
-
-    ledger.install([seam("step", hook, "imported_badly"), seam("other", broken, "imported_badly")], ALL)
+    ledger.install([seam("step", hook, "imported_badly")], ALL)
+    monkeypatch.setattr(ledger, "_patch_module", lambda module: 1 / 0)
     import imported_badly
 
     assert not hasattr(imported_badly.step, "__wrapped__")
@@ -301,6 +328,25 @@ def test_a_wrapper_of_somebody_else_on_top_of_ours_stays(ledger, module, hook, c
     assert len(calls) == 2
     ledger.uninstall()
     assert module.step is theirs
+
+
+def test_what_somebody_wrapped_while_we_were_uninstalled_is_wrapped_anew(ledger, module, hook, calls):
+    step = seam("step", hook)
+    ledger.install([step], ALL)
+    ledger.uninstall()
+    original = module.step
+    theirs = module.step = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
+    ledger.install([step], ALL)
+    module.step(1)
+    assert len(calls) == 2
+    ledger.uninstall()
+    assert module.step is theirs
+
+
+def test_a_chain_of_wrappers_that_is_a_circle_ends(ledger, module, hook):
+    module.step.__wrapped__ = module.step
+    del hook  # a signature can't be had of it
+    ledger.install([seam("step", lambda original, groups: None)], ALL)
 
 
 def test_a_wrapper_of_somebody_else_below_ours_is_put_back(ledger, module, hook, calls):

@@ -93,11 +93,9 @@ def test_the_applications_global_provider_is_used_and_never_replaced():
     assert not err
 
 
-@pytest.mark.parametrize("private_api", [True, False])
-def test_without_a_provider_ours_exports_otlp_over_grpc_and_is_global(private_api):
+def test_without_a_provider_ours_exports_otlp_over_grpc_and_is_global():
     out, err = fresh_process(
         "from opentelemetry import trace\n"
-        + ("" if private_api else "from opentelemetry.sdk import _configuration; del _configuration._init_tracing\n")
         + CONNECT.format(exporter=None)
         + "processor = provider._active_span_processor._span_processors[0]\n"
         "print(trace.get_tracer_provider() is provider, connection._ours, connection.exit_timeout_s)\n"
@@ -149,6 +147,37 @@ def test_our_provider_has_no_unbounded_shutdown_at_exit_left():
         "atexit.register(lambda: print(time.monotonic() - start < 1))\n"
         + CONNECT.format(exporter="otlp")
         + "connection.tracer.start_span('x').end()\nstart = time.monotonic()",
+        OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
+    )
+    assert out == "True"
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "zipkin_v1"}, "zipkin_v1"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "carrier/pigeon"}, "carrier/pigeon"),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "abc"}, "abc"),
+        ({"OTEL_BSP_MAX_QUEUE_SIZE": "10"}, ""),
+    ],
+)
+def test_what_cannot_be_built_leaves_no_half_built_provider_behind(environment, named):
+    out, _ = fresh_process(
+        "from opentelemetry import trace\nfrom megatron_autoinstrument import sdk\n"
+        "try: sdk.connect(None, None, {})\n"
+        "except Exception as error: print(error, type(trace.get_tracer_provider()).__name__)",
+        **environment,
+    )
+    assert named in out
+    assert out.endswith(" ProxyTracerProvider")
+
+
+def test_a_collector_that_refuses_leaves_pythons_random_state_alone():
+    out, _ = fresh_process(
+        "import random, time\n" + CONNECT.format(exporter="otlp") + "before = random.getstate()\n"
+        "connection.tracer.start_span('x').end()\n"
+        "import threading; threading.Thread(target=connection.flush, daemon=True).start(); time.sleep(2.5)\n"
+        "print(random.getstate() == before)\nimport os, sys; sys.stdout.flush(); os._exit(0)",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
     )
     assert out == "True"

@@ -1,13 +1,17 @@
 import gc
+import os
 import threading
 import time
+import types
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.trace import StatusCode
 
 from megatron_autoinstrument import spans
 from megatron_autoinstrument.spans import FREQUENT, LIVE, SILENT, span
+from megatron_autoinstrument.targets import async_utils
 
 GROUPS = frozenset({"step", "microbatch", "checkpoint"})
 
@@ -209,7 +213,7 @@ def test_records_beyond_the_bound_are_dropped_counted_and_reported(recorder, exp
     assert recorder.flush()
     assert len(exporter.get_finished_spans()) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "3 spans were dropped: more than 2 waited to be exported, or a fault of ours left them open."
+        "3 spans were dropped: more than 2 waited to be exported, or they could not be closed or handed on."
     ]
 
 
@@ -273,3 +277,76 @@ def test_a_hook_within_another_span_records_nothing_elsewhere(recorder, exporter
     save = recorder.begin("megatron.save_checkpoint", LIVE)
     assert hook.begin((), {}) is not None
     recorder.end(save)
+
+
+def test_our_thread_waits_for_the_exporter_every_512_spans_however_they_are_spread(recorder, monkeypatch):
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    recorder.drain()
+    flushes = []
+    monkeypatch.setattr(recorder._connection, "flush", lambda: flushes.append(1))
+    for _ in range(1024):
+        recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+        recorder.drain()
+    assert len(flushes) == 2
+
+
+def test_a_span_that_somebodys_processor_refuses_is_counted_and_the_others_are_exported(
+    recorder, provider, exporter, caplog
+):
+    class Refuses(SpanProcessor):
+        def on_end(self, span):
+            if span.attributes.get("bad"):
+                raise ValueError
+
+    provider.add_span_processor(Refuses())
+    for number in range(10):
+        recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT, {"bad": number == 3}))
+    assert recorder.flush()
+    assert len(exporter.get_finished_spans()) == 10  # the exporter's processor came first
+    assert "1 spans were dropped" in caplog.text
+
+
+def test_a_flush_that_fails_says_so(recorder, monkeypatch, caplog):
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    monkeypatch.setattr(recorder._connection, "flush", lambda: 1 / 0)
+    assert not recorder.flush()
+    assert "Exporting what was recorded failed" in caplog.text
+
+
+def test_a_record_left_open_without_a_parent_is_given_up_at_exit_and_counted(recorder, exporter, caplog):
+    lost = recorder.begin("megatron.grad_sync.finish", FREQUENT)
+    recorder.current = None  # its end failed
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    assert recorder.flush()
+    assert not exporter.get_finished_spans()
+    recorder.exit()
+    assert [span.name for span in exporter.get_finished_spans()] == ["megatron.microbatch.forward"]
+    assert "1 spans were dropped" in caplog.text
+    assert lost.end is None
+
+
+def test_a_forked_child_that_returns_through_an_open_call_exports_nothing(recorder, exporter):
+    train = recorder.begin("megatron.train", LIVE)
+    child = os.fork()
+    if child == 0:
+        recorder.abandon()
+        recorder.end(train)
+        recorder.exit()
+        os._exit(len(exporter.get_finished_spans()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    recorder.end(train)
+    assert len(exporter.get_finished_spans()) == 1
+
+
+def test_the_end_of_an_asynchronous_save_that_cannot_be_recorded_does_not_reach_megatron(recorder, monkeypatch, caplog):
+    monkeypatch.setattr(async_utils, "RECORDER", recorder)
+    functions = []
+    request = types.SimpleNamespace(add_finalize_fn=functions.append)
+    hook = async_utils.SEAMS[0].hook(lambda async_request: None, GROUPS)
+    save = recorder.begin("megatron.save_checkpoint", LIVE)
+    hook.begin((request,), {})
+    recorder.end(save)
+    monkeypatch.setattr(recorder, "end_background", lambda record: 1 / 0)
+    (finalize,) = functions
+    finalize()
+    assert "could not be recorded" in caplog.text

@@ -2,6 +2,7 @@
 
 import pretrain_tiny_gpt
 from megatron.training import get_args
+
 from megatron_autoinstrument import MegatronInstrumentor
 
 megatron = MegatronInstrumentor()
