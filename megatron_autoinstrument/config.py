@@ -25,6 +25,7 @@ class Config:
     export_rank: int
     export_sample_rate: float
     span_groups: frozenset[str]
+    metrics: bool
     exporter: str | None  # None: nobody said
 
 
@@ -56,6 +57,7 @@ def from_environment(place: ranks.Rank) -> Config:
             names.MEGATRON_OTEL_EXPORT_SAMPLE_RATE, _between(float, 0.0, 1.0), 1.0, "a number from 0 to 1"
         ),
         span_groups=span_groups if traces else frozenset(),
+        metrics=read(names.MEGATRON_OTEL_METRICS_ENABLED, _boolean, True, _BOOLEANS),
         exporter=read(names.MEGATRON_OTEL_EXPORTER, _one_of("otlp", "console"), None, "otlp, console"),
     )
 

@@ -23,6 +23,9 @@ MEGATRON_OTEL_EXPORT_SAMPLE_RATE = "MEGATRON_OTEL_EXPORT_SAMPLE_RATE"
 MEGATRON_OTEL_TRACES_ENABLED = "MEGATRON_OTEL_TRACES_ENABLED"
 """0 turns spans off (default 1)."""
 
+MEGATRON_OTEL_METRICS_ENABLED = "MEGATRON_OTEL_METRICS_ENABLED"
+"""0 turns metrics off (default 1)."""
+
 MEGATRON_OTEL_SPAN_GROUPS = "MEGATRON_OTEL_SPAN_GROUPS"
 """Which spans: presets and groups with commas between them, such as `default,microbatch` (default: `default`)."""
 
@@ -32,3 +35,6 @@ OTEL_TRACES_EXPORTER, which knows more exporters, is followed where this is unse
 
 NEMO_LENS_RUN_ID = "NEMO_LENS_RUN_ID"
 """The id of the run. Unset: SLURM's job id, else torchrun's run id, else one worked out from the run itself."""
+
+NEMO_LENS_USER_ID = "NEMO_LENS_USER_ID"
+"""A label of whose run it is: the resource attribute nemo.user.id."""

@@ -38,6 +38,9 @@ PRESETS: dict[str, frozenset[str]] = {
     "profiling": frozenset(GROUPS),  # upstream's other name for "all"
 }
 
+METRICS = "metrics"
+"""Not a span group: what a seam is needed for that serves metrics."""
+
 KNOWN = f"presets ({', '.join(PRESETS)}) and groups ({', '.join(GROUPS)}), with commas between them"
 
 

@@ -9,9 +9,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
-from opentelemetry.trace import NoOpTracerProvider, TracerProvider
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.trace import TracerProvider
 
-from megatron_autoinstrument import autoload, config, patching, ranks
+from megatron_autoinstrument import autoload, config, groups, patching, ranks
 from megatron_autoinstrument.spans import RECORDER
 
 if TYPE_CHECKING:
@@ -40,13 +41,14 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
     def _instrument(self, **kwargs: Any) -> None:
         """
         Args:
-            tracer_provider: The provider to use in place of the global one.
+            tracer_provider: The provider to use in place of the global one. Given any, none is built by us.
+            meter_provider: Likewise.
         """
-        provider: TracerProvider | None = kwargs.get("tracer_provider")
+        given = {name: kwargs.get(name) for name in ("tracer_provider", "meter_provider")}
 
         def install() -> None:
             try:
-                _install(provider)
+                _install(**given)
             except Exception:
                 if patching.reraise_internal_errors:
                     raise
@@ -62,34 +64,32 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             autoload.forget(self._waiting)
             self._waiting = None
         LEDGER.uninstall()
+        RECORDER.release()
         RECORDER.flush()
 
 
-def _install(provider: TracerProvider | None) -> None:
+def _install(tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
     place = ranks.current()
     settings = config.from_environment(place)
-    if settings.enabled is False or not settings.span_groups or ranks.is_helper_process():
+    wanted = {
+        **({"traces": tracer_provider} if settings.span_groups else {}),
+        **({"metrics": meter_provider} if settings.metrics else {}),
+    }
+    if settings.enabled is False or not wanted or ranks.is_helper_process() or not ranks.exports(place, settings):
         return
-    if not ranks.exports(place, settings):
-        return
+
+    build = tracer_provider is None and meter_provider is None
 
     def connect() -> Connection:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
         from megatron_autoinstrument import ids, resource, sdk
 
-        try:
-            return sdk.connect(provider, settings.exporter, resource.attributes(place, ids.run_id()))
-        except Exception as error:
-            if patching.reraise_internal_errors:
-                raise
-            _logger.warning("Nothing is recorded: OpenTelemetry could not be set up. %s", error)
-            LEDGER.silence()
-            return sdk.connect(NoOpTracerProvider(), None, {})
+        return sdk.connect(wanted, settings.exporter, resource.attributes(place, ids.run_id()), build)
 
     from megatron_autoinstrument.targets import SEAMS
 
     RECORDER.connect_by(connect)
-    LEDGER.install(SEAMS, settings.span_groups)
+    LEDGER.install(SEAMS, settings.span_groups | ({groups.METRICS} if settings.metrics else set()))
 
 
 def _silence() -> None:

@@ -1,4 +1,4 @@
-"""A local OTLP/gRPC receiver for traces, for a look at a run without a backend, and for this package's tests."""
+"""A local OTLP/gRPC receiver for traces and metrics, for a look at a run without a backend, and for tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 
@@ -35,18 +36,36 @@ class ReceivedSpan:
         return (self.end - self.start) / 1e6
 
 
+@dataclass
+class ReceivedPoint:
+    """One data point of a metric as it arrived."""
+
+    name: str
+    kind: str  # gauge, sum or histogram
+    unit: str
+    value: float  # of a histogram, its sum
+    count: int  # of a histogram
+    bounds: list[float]  # of a histogram
+    time: int  # nanoseconds since the epoch
+    attributes: dict[str, Any]
+    resource: dict[str, Any]
+
+
 class Receiver:
-    """Listens on a free loopback port while used as a context manager; `spans` is what has arrived."""
+    """Listens on a free loopback port while used as a context manager; `spans` and `points` are what has arrived."""
 
     def __init__(self) -> None:
-        self._requests: list[Any] = []
+        self._received: dict[str, list[Any]] = {"spans": [], "metrics": []}
         self._lock = threading.Lock()
 
     def __enter__(self) -> Receiver:
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=4), options=[("grpc.max_receive_message_length", 256 * 1024 * 1024)]
         )
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        traces = _Service(self._keeper("spans", trace_service_pb2.ExportTraceServiceResponse))
+        metrics = _Service(self._keeper("metrics", metrics_service_pb2.ExportMetricsServiceResponse))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(traces, self._server)  # type: ignore[no-untyped-call]
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, self._server)  # type: ignore[no-untyped-call]
         port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
         self.endpoint = f"http://127.0.0.1:{port}"
@@ -55,18 +74,28 @@ class Receiver:
     def __exit__(self, *exc: object) -> None:
         self._server.stop(grace=None).wait()
 
-    def Export(self, request: Any, context: Any) -> Any:
-        """The service's one method; the name is the protocol's."""
+    def _keeper(self, what: str, response: Any) -> Any:
+        def keep(request: Any, context: Any) -> Any:
+            with self._lock:
+                self._received[what].append(request)
+            return response()
+
+        return keep
+
+    def _requests(self, what: str) -> list[Any]:
         with self._lock:
-            self._requests.append(request)
-        return trace_service_pb2.ExportTraceServiceResponse()
+            return list(self._received[what])
+
+    @property
+    def points(self) -> list[ReceivedPoint]:
+        """Every data point received so far, by time."""
+        points = [point for request in self._requests("metrics") for point in _points_of(request)]
+        return sorted(points, key=lambda point: point.time)
 
     @property
     def spans(self) -> list[ReceivedSpan]:
         """Everything received so far, by start, each span tied to its parent."""
-        with self._lock:
-            requests = list(self._requests)
-        spans = [span for request in requests for span in _spans_of(request)]
+        spans = [span for request in self._requests("spans") for span in _spans_of(request)]
         spans.sort(key=lambda span: (span.start, -span.end))
         by_id = {(span.trace_id, span.span_id): span for span in spans}
         for span in spans:
@@ -74,6 +103,37 @@ class Receiver:
             if span.parent is not None:
                 span.parent.children.append(span)
         return spans
+
+
+class _Service:
+    """A collector's service of one signal; its one method has the protocol's name."""
+
+    def __init__(self, export: Any) -> None:
+        self.Export = export
+
+
+def _points_of(request: Any) -> list[ReceivedPoint]:
+    found = []
+    for resource_metrics in request.resource_metrics:
+        resource = _attributes_of(resource_metrics.resource.attributes)
+        for metric in (metric for scope in resource_metrics.scope_metrics for metric in scope.metrics):
+            kind = metric.WhichOneof("data")
+            for point in getattr(metric, kind).data_points:
+                histogram = kind == "histogram"
+                found.append(
+                    ReceivedPoint(
+                        name=metric.name,
+                        kind=kind,
+                        unit=metric.unit,
+                        value=point.sum if histogram else getattr(point, point.WhichOneof("value")),
+                        count=point.count if histogram else 1,
+                        bounds=list(point.explicit_bounds) if histogram else [],
+                        time=point.time_unix_nano,
+                        attributes=_attributes_of(point.attributes),
+                        resource=resource,
+                    )
+                )
+    return found
 
 
 def _spans_of(request: Any) -> list[ReceivedSpan]:

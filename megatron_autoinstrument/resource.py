@@ -2,16 +2,83 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
+from typing import Any
+
+from megatron_autoinstrument import environment_variables as names
 from megatron_autoinstrument.ranks import Rank
+from megatron_autoinstrument.targets import global_vars
+
+# Attribute: Megatron's argument.
+_ARGUMENTS = {
+    "dl.tensor_parallel.size": "tensor_model_parallel_size",
+    "dl.pipeline_parallel.size": "pipeline_model_parallel_size",
+    "dl.data_parallel.size": "data_parallel_size",
+    "dl.batch_size": "global_batch_size",
+    "dl.sequence_length": "seq_length",
+    "megatron.num_layers": "num_layers",
+    "megatron.hidden_size": "hidden_size",
+    "megatron.num_attention_heads": "num_attention_heads",
+    "megatron.train_iters": "train_iters",
+    "megatron.micro_batch_size": "micro_batch_size",
+    "megatron.ckpt_format": "ckpt_format",
+}
+
+# Attribute: the variables that tell it, in the order in which they are believed. Where well-kept detector packages are
+# installed, OTEL_EXPERIMENTAL_RESOURCE_DETECTORS brings what they find; none is kept for SLURM or for pods' variables.
+_VARIABLES = {
+    "nemo.user.id": (names.NEMO_LENS_USER_ID,),
+    "slurm.job.id": ("SLURM_JOB_ID",),
+    "slurm.job.name": ("SLURM_JOB_NAME",),
+    "slurm.nodelist": ("SLURM_NODELIST",),
+    "slurm.nnodes": ("SLURM_NNODES",),
+    "slurm.ntasks": ("SLURM_NTASKS",),
+    "slurm.partition": ("SLURM_PARTITION", "SLURM_JOB_PARTITION"),
+    "slurm.cluster.name": ("SLURM_CLUSTER_NAME",),
+    "k8s.namespace.name": ("K8S_NAMESPACE", "POD_NAMESPACE"),
+    "k8s.pod.name": ("K8S_POD_NAME", "POD_NAME"),
+    "k8s.pod.uid": ("K8S_POD_UID", "POD_UID"),
+    "k8s.node.name": ("K8S_NODE_NAME", "NODE_NAME"),
+    "k8s.container.name": ("K8S_CONTAINER_NAME", "CONTAINER_NAME"),
+    "k8s.job.name": ("K8S_JOB_NAME",),
+}
 
 
-def attributes(place: Rank, run_id: str) -> dict[str, str | int]:
-    """The attributes of `place` in the run `run_id`; anything that the user set by `OTEL_*` variables wins."""
-    return {
+def attributes(place: Rank, run_id: str) -> dict[str, str | int | float | bool]:
+    """The attributes of `place` in the run `run_id`. Anything that the user set by `OTEL_*` variables wins, and what
+    is not known is left out."""
+    local_rank = global_vars.arg("local_rank")
+    found: dict[str, Any] = {
         "service.name": "megatron-lm",
         "service.instance.id": f"{run_id}-rank{place.rank}",
         "nemo.run.id": run_id,
         "dl.rank": place.rank,
         "dl.world_size": place.world_size,
-        "dl.local_rank": place.local_rank,
+        "dl.local_rank": place.local_rank if local_rank is None else local_rank,
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        "host.gpu.count": _gpu_count(),
+        "megatron.precision": _precision(),
+        **{attribute: global_vars.arg(argument) for attribute, argument in _ARGUMENTS.items()},
+        **{attribute: _first_set(*variables) for attribute, variables in _VARIABLES.items()},
     }
+    if "KUBERNETES_SERVICE_HOST" in os.environ and found["k8s.pod.name"] is None:
+        found["k8s.pod.name"] = os.environ.get("HOSTNAME")  # Kubernetes names a pod's host after it
+    return {key: value for key, value in found.items() if isinstance(value, (str, int, float))}
+
+
+def _first_set(*variables: str) -> str | None:
+    return next((value for variable in variables if (value := os.environ.get(variable, "").strip())), None)
+
+
+def _gpu_count() -> int | None:
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda.device_count() if cuda is not None else None
+
+
+def _precision() -> str | None:
+    if global_vars.args() is None:
+        return None
+    return "bf16" if global_vars.arg("bf16") else "fp16" if global_vars.arg("fp16") else "fp32"

@@ -1,115 +1,187 @@
-"""The way out: the application's tracer provider, or one of ours where it set none."""
+"""The way out: the application's providers, or ones of ours where it set none."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
-from opentelemetry import trace
-from opentelemetry.environment_variables import OTEL_PYTHON_ID_GENERATOR, OTEL_TRACES_EXPORTER
+from opentelemetry import _logs, metrics, trace
+from opentelemetry.environment_variables import OTEL_PYTHON_ID_GENERATOR
+from opentelemetry.sdk import _logs as sdk_logs
+from opentelemetry.sdk import metrics as sdk_metrics
+from opentelemetry.sdk import trace as sdk_trace
+from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.environment_variables import (
     OTEL_EXPORTER_OTLP_PROTOCOL,
-    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
     OTEL_RESOURCE_ATTRIBUTES,
     OTEL_TRACES_SAMPLER,
     OTEL_TRACES_SAMPLER_ARG,
 )
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Sampler
-from opentelemetry.trace import ProxyTracerProvider, Tracer, TracerProvider
 
 from megatron_autoinstrument import ids
 from megatron_autoinstrument.version import __version__
 
 _logger = logging.getLogger(__name__)
 
+SCOPE = "megatron_autoinstrument"
+TRACES, METRICS, LOGS = "traces", "metrics", "logs"
+
 _RANDOM_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"  # the SDK's own instance id
 _OURS_EXIT_TIMEOUT_S = 5.0
 _THEIRS_EXIT_TIMEOUT_S = 10.0
 
-_ours: TracerProvider | None = None  # the global provider, once we made it: OpenTelemetry lets it be set once
-
 
 class Connection:
-    """A tracer, and what can be asked of the provider behind it."""
+    """What to record with, and what can be asked of the providers behind it."""
 
-    def __init__(self, provider: TracerProvider, tracer: Tracer, ours: bool) -> None:
-        self.tracer = tracer
-        self.exit_timeout_s = _OURS_EXIT_TIMEOUT_S if ours else _THEIRS_EXIT_TIMEOUT_S
-        self._provider = provider
-        self._ours = ours
+    def __init__(self, providers: Mapping[str, Any]) -> None:
+        self._providers = providers
+        self.tracer: trace.Tracer = providers.get(TRACES, trace.NoOpTracerProvider()).get_tracer(SCOPE, __version__)
+        self.meter: metrics.Meter = providers.get(METRICS, metrics.NoOpMeterProvider()).get_meter(SCOPE, __version__)
+        self.logger_provider: _logs.LoggerProvider | None = providers.get(LOGS)
+        theirs = [provider for provider in providers.values() if provider not in _ours.values()]
+        self.exit_timeout_s = _THEIRS_EXIT_TIMEOUT_S if theirs else _OURS_EXIT_TIMEOUT_S
+        ids.keep_random_state(self.tracer)
+        ids.keep_random_state_in_retries()
+
+    def flush_spans(self) -> None:
+        """Asks the tracer provider to export what it holds. The API's own providers have no such thing."""
+        _ask(self._providers.get(TRACES), "force_flush")
 
     def flush(self) -> None:
-        """Asks the provider to export what it holds. The API's own providers have no such thing."""
-        if (flush := getattr(self._provider, "force_flush", None)) is not None:
-            flush()
+        """Asks every provider to export what it holds."""
+        for provider in self._providers.values():
+            _ask(provider, "force_flush")
 
     def shutdown(self) -> None:
-        """Shuts the provider down if it is ours; somebody else's is theirs to shut down."""
-        if self._ours:
-            self._provider.shutdown()  # type: ignore[attr-defined]
+        """Shuts the providers down that are ours; somebody else's are theirs to shut down."""
+        for provider in _ours.values():
+            _ask(provider, "shutdown")
 
 
-def connect(provider: TracerProvider | None, exporter: str | None, attributes: Mapping[str, str | int]) -> Connection:
-    """Connects to `provider`, else to the application's global one, else to a new one of ours.
+def connect(
+    wanted: Mapping[str, Any],
+    exporter: str | None,
+    attributes: Mapping[str, str | int | float | bool],
+    build: bool = True,
+) -> Connection:
+    """Connects each signal to the provider given for it, else to the application's global one, else to one of ours.
 
     Args:
-        provider: What `instrument(tracer_provider=...)` was given.
-        exporter: "otlp", "console", or None to follow OTEL_TRACES_EXPORTER (default: otlp).
+        wanted: The signals to connect (TRACES, METRICS, LOGS), each with a provider or None.
+        exporter: "otlp", "console", or None to follow the OTEL_*_EXPORTER variables (default: otlp).
         attributes: Resource attributes of this process.
+        build: Whether to make providers where there are none.
     """
-    global _ours
-    if provider is None:
-        provider = trace.get_tracer_provider()
-        if isinstance(provider, ProxyTracerProvider):
-            provider = _ours = _build(exporter, attributes)
-        elif exporter is not None and provider is not _ours:
-            _logger.info("MEGATRON_OTEL_EXPORTER is not used: the application set a tracer provider of its own.")
-    if provider is not _ours:
+    providers = {}
+    for name, given in wanted.items():
+        try:
+            providers[name] = _provider(_SIGNALS[name], given, exporter, attributes, build)
+        except Exception as error:  # noqa: BLE001
+            _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, error)
+    return Connection(providers)
+
+
+def _provider(
+    signal: _Signal,
+    given: Any,
+    exporter: str | None,
+    attributes: Mapping[str, str | int | float | bool],
+    build: bool,
+) -> Any:
+    provider = given or signal.get()
+    # What the API gives until a provider is set; its class has no public name for metrics.
+    if "Proxy" in type(provider).__name__:
+        if not build:
+            return provider
+        provider = _ours[signal.name] = _build(signal, exporter, attributes)
+    elif provider not in _ours.values():
         _complete(provider, attributes)
-    tracer = provider.get_tracer("megatron_autoinstrument", __version__)
-    ids.keep_random_state(tracer)
-    ids.keep_random_state_in_retries()
-    return Connection(provider, tracer, provider is _ours)
+        if exporter is not None:
+            _logger.info("MEGATRON_OTEL_EXPORTER is not used for %s: a provider is set already.", signal.name)
+    return provider
 
 
-def _build(exporter: str | None, attributes: Mapping[str, str | int]) -> TracerProvider:
-    """A provider from the standard `OTEL_*` variables, set globally so that the user's own spans are exported too.
+def _build(signal: _Signal, exporter: str | None, attributes: Mapping[str, str | int | float | bool]) -> Any:
+    """A provider from the standard `OTEL_*` variables, set globally so that what the user records is exported too.
 
     The SDK's own configurator sets its provider before it has made the exporters, and one without any stays where
-    that fails; here all is made first.
+    that fails, and it makes all three at once; here all of one signal is made first.
 
     Raises:
         RuntimeError: an exporter, sampler or id generator that was asked for is not installed.
     """
     if exporter is None:
-        exporter = os.environ.get(OTEL_TRACES_EXPORTER, "").strip() or "otlp"
-    names = [name.strip() for name in exporter.split(",") if name.strip() != "none"]
-    processors = [BatchSpanProcessor(_component("traces_exporter", _entry_point(name))()) for name in names]
+        exporter = os.environ.get(f"OTEL_{signal.name.upper()}_EXPORTER", "").strip() or "otlp"
+    exporters = [
+        _silent_in_children(_component(f"{signal.name}_exporter", _entry_point(name.strip(), signal.name))())
+        for name in exporter.split(",")
+        if name.strip() != "none"
+    ]
+    provider = signal.build(exporters, _described(Resource.create(), attributes))
+    signal.set(provider)
+    return provider
+
+
+def _tracer_provider(exporters: Sequence[Any], resource: Resource) -> Any:
+    processors = [BatchSpanProcessor(exporter) for exporter in exporters]
     generator = os.environ.get(OTEL_PYTHON_ID_GENERATOR, "random").strip()
-    provider = SdkTracerProvider(
+    provider = sdk_trace.TracerProvider(
         sampler=_sampler(),
-        resource=_described(Resource.create(), attributes),
+        resource=resource,
         id_generator=ids.PrivateIdGenerator() if generator == "random" else _component("id_generator", generator)(),
         shutdown_on_exit=False,  # that has no bound; our own exit has
     )
     for processor in processors:
         provider.add_span_processor(processor)
-    trace.set_tracer_provider(provider)
     return provider
 
 
-def _entry_point(exporter: str) -> str:
+def _meter_provider(exporters: Sequence[Any], resource: Resource) -> Any:
+    readers = [
+        exporter if isinstance(exporter, MetricReader) else PeriodicExportingMetricReader(exporter)
+        for exporter in exporters
+    ]
+    return sdk_metrics.MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
+
+
+def _logger_provider(exporters: Sequence[Any], resource: Resource) -> Any:
+    processors = [BatchLogRecordProcessor(exporter) for exporter in exporters]
+    provider = sdk_logs.LoggerProvider(resource=resource, shutdown_on_exit=False)
+    for processor in processors:
+        provider.add_log_record_processor(processor)
+    return provider
+
+
+class _Signal(NamedTuple):
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    build: Callable[[Sequence[Any], Resource], Any]
+
+
+_SIGNALS = {
+    TRACES: _Signal(TRACES, trace.get_tracer_provider, trace.set_tracer_provider, _tracer_provider),
+    METRICS: _Signal(METRICS, metrics.get_meter_provider, metrics.set_meter_provider, _meter_provider),
+    LOGS: _Signal(LOGS, _logs.get_logger_provider, _logs.set_logger_provider, _logger_provider),
+}
+
+_ours: dict[str, Any] = {}  # global providers that we made: OpenTelemetry lets each be set once
+
+
+def _entry_point(exporter: str, signal: str) -> str:
     if exporter != "otlp":
         return exporter
-    protocol = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or os.environ.get(OTEL_EXPORTER_OTLP_PROTOCOL)
-    protocol = (protocol or "grpc").strip()
+    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL")
+    protocol = (protocol or os.environ.get(OTEL_EXPORTER_OTLP_PROTOCOL) or "grpc").strip()
     return {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}.get(protocol, f"otlp over {protocol}")
 
 
@@ -131,18 +203,29 @@ def _component(kind: str, name: str) -> Any:
     raise RuntimeError(f"There is no {kind} {name!r} among those installed: {', '.join(sorted(offered.names))}.")
 
 
-def _complete(provider: TracerProvider, attributes: Mapping[str, str | int]) -> None:
+def _silent_in_children(exporter: Any) -> Any:
+    """Has `exporter` export in this process alone: in forked children the SDK starts its threads again."""
+    if (export := getattr(exporter, "export", None)) is not None:
+        process = os.getpid()
+        # None is no result of any signal's exporter, and none of their callers looks at it.
+        exporter.export = lambda *args, **kwargs: export(*args, **kwargs) if os.getpid() == process else None
+    return exporter
+
+
+def _complete(provider: Any, attributes: Mapping[str, str | int | float | bool]) -> None:
     """Adds our resource attributes to a provider that was made before the rank was known."""
-    if not isinstance(provider, SdkTracerProvider):
+    if not isinstance(provider, (sdk_trace.TracerProvider, sdk_metrics.MeterProvider, sdk_logs.LoggerProvider)):
         return
-    described = _described(provider.resource, attributes)
+    # A meter provider keeps its resource in its configuration.
+    holder, name = (provider._sdk_config, "resource") if hasattr(provider, "_sdk_config") else (provider, "_resource")
+    described = _described(getattr(holder, name), attributes)
     if hasattr(provider, "_update_resource"):  # from SDK 1.44; also reaches tracers made before
         provider._update_resource(described)
     else:
-        provider._resource = described
+        setattr(holder, name, described)
 
 
-def _described(has: Resource, attributes: Mapping[str, str | int]) -> Resource:
+def _described(has: Resource, attributes: Mapping[str, str | int | float | bool]) -> Resource:
     """The resource `has` with those of `attributes` that nobody chose."""
     made_up = {
         key
@@ -152,3 +235,8 @@ def _described(has: Resource, attributes: Mapping[str, str | int]) -> Resource:
     chosen = set(has.attributes) - made_up
     chosen |= {pair.partition("=")[0].strip() for pair in os.environ.get(OTEL_RESOURCE_ATTRIBUTES, "").split(",")}
     return has.merge(Resource({key: value for key, value in attributes.items() if key not in chosen}))
+
+
+def _ask(provider: Any, what: str) -> None:
+    if (method := getattr(provider, what, None)) is not None:
+        method()

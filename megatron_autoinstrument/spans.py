@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
+from opentelemetry.metrics import Meter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
@@ -81,6 +82,7 @@ class Recorder:
         self._connection: Connection | None = None
         self._ready = False
         self._deferred: Record | None = None
+        self._held: Record | None = None
         self._training_thread = 0
         self._waiting: deque[Record] = deque()
         self._background: list[Record] = []
@@ -118,8 +120,21 @@ class Recorder:
         other.start = record.start
         return other
 
-    def end(self, record: Record, error: BaseException | None = None, attributes: dict[str, Any] | None = None) -> None:
-        """Closes a record now."""
+    def end(
+        self,
+        record: Record,
+        error: BaseException | None = None,
+        attributes: dict[str, Any] | None = None,
+        hold: bool = False,
+    ) -> None:
+        """Closes a record now.
+
+        Args:
+            record: The record.
+            error: What its call raised.
+            attributes: What is known only now.
+            hold: Whether to keep its span, with this end, for what is known only later; see `release`.
+        """
         now = time_ns()
         if record.owned:
             self.current = record.parent
@@ -128,7 +143,7 @@ class Recorder:
         if error is not None:
             record.error = self._describe(error, record)
         if record.kind is LIVE:
-            self._close(record, now)
+            self._close(record, now, hold)
         record.end = now  # last: from here on the thread may take it
 
     def end_beside(self, other: Record, record: Record) -> None:
@@ -165,6 +180,11 @@ class Recorder:
         self._connect = connect
         self._ready = False
 
+    @property
+    def meter(self) -> Meter | None:
+        """What metrics are recorded with, once connected."""
+        return self._connection.meter if self._connection is not None else None
+
     def _get_ready(self) -> None:
         if self._connect is not None:
             self._connection = self._connect()
@@ -189,9 +209,19 @@ class Recorder:
         )
         record.token = context_api.attach(trace.set_span_in_context(record.span))
 
-    def _close(self, record: Record, now: int) -> None:
+    def release(self, attributes: dict[str, Any] | None = None) -> None:
+        """Ends the span that is held, if any, with the end that its call had."""
+        held, self._held = self._held, None
+        if held is not None and held.span is not None:
+            if attributes:
+                held.span.set_attributes(attributes)
+            held.span.end(held.end)
+
+    def _close(self, record: Record, now: int, hold: bool) -> None:
         if record is self._deferred:
             self._get_ready()
+        if self._held is not None and (hold or self._held.parent is record):
+            self.release()
         span = record.span
         if span is None:
             return
@@ -199,7 +229,10 @@ class Recorder:
         if record.attributes:
             span.set_attributes(record.attributes)
         _mark(span, record, now)
-        span.end(now)
+        if hold:
+            self._held = record
+        else:
+            span.end(now)
 
     def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
         """What a span says of an exception: all of it where it was raised, its type on the spans around."""
@@ -282,7 +315,7 @@ class Recorder:
                     _logger.debug("A span could not be handed on", exc_info=True)
                 self._handed += 1
                 if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
-                    self._connection.flush()
+                    self._connection.flush_spans()
 
     def _emit(self, record: Record) -> None:
         if self._connection is None:
@@ -308,6 +341,7 @@ class Recorder:
             self.end_background(record)
         while self.current is not None:
             self.end(self.current)
+        self.release()
 
     def flush(self, final: bool = False) -> bool:
         """Has our thread hand on and export what is closed, and waits for that within the connection's bound. What
@@ -347,7 +381,7 @@ class Recorder:
         while record is not None:
             record.span = None  # a wrapper that is on the stack here as well will end the record
             record = record.parent
-        self.current = self._deferred = self._thread = None
+        self.current = self._deferred = self._held = self._thread = None
         self._draining = threading.Lock()  # our thread may have held it
         self._waiting.clear()
         self._background.clear()
@@ -401,6 +435,7 @@ def span(
     given: Mapping[str, str | Reader] | None = None,
     returned: Callable[[Any], dict[str, Any]] | None = None,
     within: str | None = None,
+    hold: bool = False,
 ) -> Callable[[Function, frozenset[str]], Hook]:
     """The hook that most seams need: one span for one call.
 
@@ -410,6 +445,7 @@ def span(
         given: Attributes known when the call begins, by the name of the parameter, or a reader of the arguments.
         returned: Attributes from what the call returned.
         within: Record only calls made directly inside the span of this name.
+        hold: Keep a live span for what is known only later; see `Recorder.release`.
     """
 
     def hook(original: Function, groups: frozenset[str]) -> Hook:
@@ -428,7 +464,7 @@ def span(
             return RECORDER.begin(name, kind, attributes)
 
         def end(record: Record, result: Any, error: BaseException | None) -> None:
-            RECORDER.end(record, error, returned(result) if returned is not None and error is None else None)
+            RECORDER.end(record, error, returned(result) if returned is not None and error is None else None, hold)
 
         return Hook(begin, end)
 

@@ -7,11 +7,13 @@ from megatron_autoinstrument.targets import (
     async_utils,
     checkpointing,
     distributed_data_parallel,
+    one_logger_utils,
     optimizer,
     p2p_communication,
     param_and_grad_buffer,
     schedules,
     serialization,
+    timers,
     training,
 )
 
@@ -25,4 +27,6 @@ SEAMS: tuple[Seam, ...] = (
     *checkpointing.SEAMS,
     *serialization.SEAMS,
     *async_utils.SEAMS,
+    *timers.SEAMS,
+    *one_logger_utils.SEAMS,
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument.groups import GROUPS
+from megatron_autoinstrument import metrics
+from megatron_autoinstrument.groups import GROUPS, METRICS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.spans import RECORDER, Record, span
 from megatron_autoinstrument.targets import global_vars
 
 _MODULE = "megatron.training.training"
-_EVERY_GROUP = frozenset(GROUPS)
+_EVERY_GROUP = frozenset(GROUPS) | {METRICS}
 
 
 def _pretrain(original: Function, groups: frozenset[str]) -> Hook:
@@ -56,7 +57,7 @@ def _train_step(original: Function, groups: frozenset[str]) -> Hook:
             finished = global_vars.arg("curr_iteration")
         return None if finished is None else finished + 1
 
-    return span("megatron.train_step", live=True, given={"megatron.iteration": number})(original, groups)
+    return span("megatron.train_step", live=True, given={"megatron.iteration": number}, hold=True)(original, groups)
 
 
 def _evaluate(original: Function, groups: frozenset[str]) -> Hook:
@@ -67,6 +68,102 @@ def _evaluate(original: Function, groups: frozenset[str]) -> Hook:
         return global_vars.arg("eval_iters") if given is None else given
 
     return span("megatron.evaluate", live=True, given={"megatron.eval_iters": number})(original, groups)
+
+
+class _Interval:
+    """What Megatron says of the interval that it logs now. The hooks of timers.py and one_logger_utils.py add to it."""
+
+    __slots__ = ("before", "elapsed_s", "iterations", "tflops")
+
+    def __init__(self, before: Mapping[str, Any], skipped: bool) -> None:
+        self.before = dict(before)
+        advanced = before.get("advanced iterations", 0) + (not skipped)
+        self.iterations = (advanced, advanced + before.get("skipped iterations", 0) + skipped)
+        self.elapsed_s: float | None = None
+        self.tflops: float | None = None
+
+
+logging_now: _Interval | None = None
+"""Set while `training_log` logs."""
+
+_skipped_iterations = 0  # since they were last recorded
+_loss_name: str | None = None  # the first that the loss function has given
+
+
+def _training_log(original: Function, groups: frozenset[str]) -> Hook:
+    """Runs after each step: lets its span end, and in the iterations that Megatron logs (each `--log-interval`, and
+    from core 0.16 on the first of the process) adds the loss and the gradient norm to it and records the metrics."""
+    loss_dict, total_loss_dict, learning_rate, iteration, skipped_iter, grad_norm, is_first_iteration = (
+        argument(original, name)
+        for name in (
+            "loss_dict",
+            "total_loss_dict",
+            "learning_rate",
+            "iteration",
+            "skipped_iter",
+            "grad_norm",
+            "is_first_iteration",
+        )
+    )
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[_Interval | None, Arguments, Mapping[str, Any]]:
+        global logging_now, _skipped_iterations
+        skipped = bool(skipped_iter(args, kwargs))
+        _skipped_iterations += skipped
+        if iteration(args, kwargs) % global_vars.arg("log_interval") == 0 or is_first_iteration(args, kwargs):
+            logging_now = _Interval(total_loss_dict(args, kwargs), skipped)
+        return logging_now, args, kwargs
+
+    def end(
+        token: tuple[_Interval | None, Arguments, Mapping[str, Any]], result: Any, error: BaseException | None
+    ) -> None:
+        global logging_now, _skipped_iterations
+        (interval, args, kwargs), logging_now = token, None
+        if interval is None or error is not None:
+            RECORDER.release()
+            return
+        loss = _average_loss(interval, loss_dict(args, kwargs), bool(skipped_iter(args, kwargs)))
+        norm = _number(grad_norm(args, kwargs))
+        on_step = {"megatron.loss": loss, "megatron.grad_norm": norm}
+        RECORDER.release({key: value for key, value in on_step.items() if value is not None})
+        if METRICS in groups and (meter := RECORDER.meter) is not None:
+            seconds = interval.elapsed_s / interval.iterations[1] if interval.elapsed_s else None
+            tokens = global_vars.tokens_per_iteration()
+            metrics.record(
+                meter,
+                {
+                    "megatron.training.step_duration_ms": seconds and seconds * 1e3,
+                    "megatron.training.loss": loss,
+                    "megatron.training.throughput_tflops": interval.tflops,
+                    "megatron.training.tokens_per_sec": tokens / seconds if tokens and seconds else None,
+                    "megatron.training.grad_norm": norm,
+                    "megatron.training.skipped_iters": _skipped_iterations,
+                    "megatron.training.learning_rate": _number(learning_rate(args, kwargs)),
+                    "megatron.training.memory_allocated_gb": global_vars.peak_device_memory_gib(),
+                },
+            )
+            _skipped_iterations = 0
+
+    return Hook(begin, end)
+
+
+def _average_loss(interval: _Interval, losses: Mapping[str, Any], skipped: bool) -> float | None:
+    """The loss that Megatron has just printed, worked out as it does: its own sum is gone by now. Reading the tensor
+    waits for no more of the device than Megatron just did."""
+    global _loss_name
+    if _loss_name is None:
+        _loss_name = next(iter(losses), None)
+    if _loss_name is None:
+        return None  # not the last pipeline stage
+    total, latest = interval.before.get(_loss_name), None if skipped else losses.get(_loss_name)
+    if latest is not None:
+        total = latest if total is None else total + latest
+    return None if total is None else float(total.item()) / max(1, interval.iterations[0])
+
+
+def _number(value: Any) -> float | None:
+    """`value`, unless it is a tensor: to read that might wait for the device."""
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 SEAMS = (
@@ -83,6 +180,7 @@ SEAMS = (
         ),
     ),
     Seam(_MODULE, "train_step", {"step"}, _train_step),
+    Seam(_MODULE, "training_log", {"step", METRICS}, _training_log),
     # A schedule that runs inside an evaluation is no forward-backward pass of an iteration.
     Seam(_MODULE, "evaluate", {"evaluate", "forward_backward"}, _evaluate),
 )

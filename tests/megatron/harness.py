@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_autoinstrument.receiver import ReceivedSpan, Receiver
+from megatron_autoinstrument.receiver import ReceivedPoint, ReceivedSpan, Receiver
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -46,6 +46,7 @@ class Run:
     status: int
     output: str
     spans: list[ReceivedSpan]
+    points: list[ReceivedPoint]
 
     @property
     def losses(self) -> list[tuple[str, ...]]:
@@ -110,7 +111,7 @@ def train(
             },
             timeout_s,
         )
-        return Run(status, output, receiver.spans)
+        return Run(status, output, receiver.spans, receiver.points)
 
 
 def _run(command: Sequence[object], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:

@@ -65,7 +65,7 @@ def test_a_rank_that_does_not_export_has_no_patch_no_provider_and_no_thread_of_o
     assert not [name for name in first["threads"] if "autoinstrument" in name or "Otel" in name]
 
 
-def test_by_default_nothing_that_runs_per_step_is_patched_but_what_evaluation_needs():
+def test_by_default_nothing_that_runs_per_step_is_patched_but_what_evaluation_and_metrics_need():
     _, (_, last) = by_default()
     assert {name.rpartition("megatron.")[2] for name in last["patched"]} == {
         "training.training.pretrain",
@@ -80,6 +80,10 @@ def test_by_default_nothing_that_runs_per_step_is_patched_but_what_evaluation_ne
         "core.pipeline_parallel.schedules.forward_backward_no_pipelining",
         "core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",
         "core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving",
+        # Megatron's log, in every step, and what it reads when it does log.
+        "training.training.training_log",
+        "training.one_logger_utils.track_e2e_metrics",
+        "core.timers.Timer.elapsed",
     }
     assert last["provider"] == "TracerProvider"
 

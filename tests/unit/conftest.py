@@ -57,7 +57,7 @@ def provider(exporter):
 def recorder(monkeypatch, provider):
     """A recorder of the test's own, connected to `provider`, in the place of the process's."""
     recorder = Recorder()
-    recorder.connect_by(lambda: sdk.connect(provider, None, {}))
+    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
     monkeypatch.setattr("megatron_autoinstrument.spans.RECORDER", recorder)
     yield recorder
     recorder.abandon()

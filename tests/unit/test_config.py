@@ -21,6 +21,7 @@ def test_defaults(alone):
         export_rank=-1,
         export_sample_rate=1.0,
         span_groups=groups.PRESETS["default"],
+        metrics=True,
         exporter=None,
     )
 
@@ -31,6 +32,7 @@ NONSENSE = {
     "EXPORT_RANK": "last",
     "EXPORT_SAMPLE_RATE": "nan",
     "TRACES_ENABLED": "2",
+    "METRICS_ENABLED": "y",
     "SPAN_GROUPS": "default,steps",
     "EXPORTER": "zipkin",
 }
@@ -62,6 +64,7 @@ def test_only_the_first_rank_warns(monkeypatch, caplog):
         ("EXPORT_RANK", "3", "export_rank", 3),
         ("EXPORT_SAMPLE_RATE", "0.25", "export_sample_rate", 0.25),
         ("TRACES_ENABLED", "0", "span_groups", frozenset()),
+        ("METRICS_ENABLED", "0", "metrics", False),
         ("SPAN_GROUPS", "step", "span_groups", frozenset({"step"})),
         ("EXPORTER", "console", "exporter", "console"),
     ],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autoinstrument import environment_variables, groups, semconv
+from megatron_autoinstrument import environment_variables, groups, metrics, semconv
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -38,3 +38,10 @@ def test_the_readme_and_the_contract_have_each_variable_that_is_read():
     for name in (name for name in vars(environment_variables) if name.isupper()):
         assert name in CONTRACT["environment"]
         assert name in README
+
+
+def test_the_metrics_are_the_contracts_and_the_readme_has_a_row_for_each():
+    documented = {metric["name"]: (metric["type"], metric.get("unit", "")) for metric in CONTRACT["metric"]}
+    assert {name: (made.kind, made.unit) for name, made in metrics.INSTRUMENTS.items()} == documented
+    for name, (kind, _) in documented.items():
+        assert f"| `{name}` | {kind} |" in README

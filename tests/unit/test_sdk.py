@@ -22,14 +22,14 @@ def fresh_process(code, **environment):
 
 CONNECT = """
 from megatron_autoinstrument import sdk
-connection = sdk.connect(None, {exporter!r}, {{"service.name": "megatron-lm", "dl.rank": 3}})
-provider = connection._provider
+connection = sdk.connect({{"traces": None}}, {exporter!r}, {{"service.name": "megatron-lm", "dl.rank": 3}})
+provider = connection._providers["traces"]
 """
 
 
 def test_spans_leave_pythons_random_state_alone(provider):
     before = random.getstate()
-    connection = sdk.connect(provider, None, {})
+    connection = sdk.connect({"traces": provider}, None, {})
     for _ in range(1000):
         connection.tracer.start_span("megatron.train_step").end()
     assert random.getstate() == before
@@ -52,7 +52,7 @@ def test_an_id_generator_that_someone_chose_stays():
         def generate_trace_id(self):
             return 2
 
-    connection = sdk.connect(TracerProvider(id_generator=Chosen()), None, {})
+    connection = sdk.connect({"traces": TracerProvider(id_generator=Chosen())}, None, {})
     assert connection.tracer.start_span("x").get_span_context().span_id == 1
 
 
@@ -61,7 +61,7 @@ def test_a_provider_made_earlier_is_completed_in_place_and_keeps_what_was_chosen
 
     provider = TracerProvider(resource=Resource.create({"deployment.environment": "test", "nemo.run.id": "mine"}))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    sdk.connect(provider, None, OURS).tracer.start_span("x").end()
+    sdk.connect({"traces": provider}, None, OURS).tracer.start_span("x").end()
     (span,) = exporter.get_finished_spans()
     attributes = span.resource.attributes
     assert attributes["dl.rank"] == 3
@@ -87,7 +87,7 @@ def test_the_applications_global_provider_is_used_and_never_replaced():
         "from opentelemetry.sdk.trace import TracerProvider\n"
         "theirs = TracerProvider(); trace.set_tracer_provider(theirs)\n"
         + CONNECT.format(exporter=None)
-        + "print(provider is theirs is trace.get_tracer_provider(), connection._ours, connection.exit_timeout_s)"
+        + "print(provider is theirs is trace.get_tracer_provider(), bool(sdk._ours), connection.exit_timeout_s)"
     )
     assert out == "True False 10.0"
     assert not err
@@ -98,7 +98,7 @@ def test_without_a_provider_ours_exports_otlp_over_grpc_and_is_global():
         "from opentelemetry import trace\n"
         + CONNECT.format(exporter=None)
         + "processor = provider._active_span_processor._span_processors[0]\n"
-        "print(trace.get_tracer_provider() is provider, connection._ours, connection.exit_timeout_s)\n"
+        "print(trace.get_tracer_provider() is provider, bool(sdk._ours), connection.exit_timeout_s)\n"
         "print(type(processor.span_exporter).__module__, provider.resource.attributes['dl.rank'])\n"
         "print(type(provider.id_generator).__name__)\n"
         "connection.shutdown()"
@@ -162,14 +162,15 @@ def test_our_provider_has_no_unbounded_shutdown_at_exit_left():
     ],
 )
 def test_what_cannot_be_built_leaves_no_half_built_provider_behind(environment, named):
-    out, _ = fresh_process(
+    out, err = fresh_process(
         "from opentelemetry import trace\nfrom megatron_autoinstrument import sdk\n"
-        "try: sdk.connect(None, None, {})\n"
-        "except Exception as error: print(error, type(trace.get_tracer_provider()).__name__)",
+        "connection = sdk.connect({'traces': None}, None, {})\nconnection.tracer.start_span('x').end()\n"
+        "print(type(trace.get_tracer_provider()).__name__)",
         **environment,
     )
-    assert named in out
-    assert out.endswith(" ProxyTracerProvider")
+    assert out == "ProxyTracerProvider"
+    assert "No traces are recorded: OpenTelemetry could not be set up for them." in err
+    assert named in err
 
 
 def test_a_collector_that_refuses_leaves_pythons_random_state_alone():

@@ -283,7 +283,7 @@ def test_our_thread_waits_for_the_exporter_every_512_spans_however_they_are_spre
     recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
     recorder.drain()
     flushes = []
-    monkeypatch.setattr(recorder._connection, "flush", lambda: flushes.append(1))
+    monkeypatch.setattr(recorder._connection, "flush_spans", lambda: flushes.append(1))
     for _ in range(1024):
         recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
         recorder.drain()
@@ -350,3 +350,28 @@ def test_the_end_of_an_asynchronous_save_that_cannot_be_recorded_does_not_reach_
     (finalize,) = functions
     finalize()
     assert "could not be recorded" in caplog.text
+
+
+def test_a_held_span_ends_when_its_call_did_with_what_is_known_later(recorder, exporter):
+    train = recorder.begin("megatron.train", LIVE)
+    step = recorder.begin("megatron.train_step", LIVE)
+    recorder.end(step, hold=True)
+    assert recorder.current is train
+    assert not exporter.get_finished_spans()
+    recorder.release({"megatron.loss": 2.5})
+    (span,) = exporter.get_finished_spans()
+    assert span.end_time == step.end
+    assert dict(span.attributes) == {"megatron.loss": 2.5}
+
+
+@pytest.mark.parametrize("what", ["the next step", "the end of the loop", "the end of the process"])
+def test_a_held_span_that_nobody_asks_for_ends_with(recorder, exporter, what):
+    train = recorder.begin("megatron.train", LIVE)
+    recorder.end(recorder.begin("megatron.train_step", LIVE), hold=True)
+    if what == "the next step":
+        recorder.end(recorder.begin("megatron.train_step", LIVE), hold=True)
+    elif what == "the end of the loop":
+        recorder.end(train)
+    else:
+        recorder.exit()
+    assert exporter.get_finished_spans()[0].name == "megatron.train_step"

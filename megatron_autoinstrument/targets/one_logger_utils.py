@@ -1,0 +1,23 @@
+"""megatron/training/one_logger_utils.py: the throughput that `training_log` works out by its version's formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_autoinstrument.groups import METRICS
+from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.targets import training
+
+
+def _track_e2e_metrics(original: Function, groups: frozenset[str]) -> Hook:
+    throughput = argument(original, "throughput")
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
+        if training.logging_now is not None:
+            training.logging_now.tflops = throughput(args, kwargs)
+
+    return Hook(begin, lambda token, result, error: None)
+
+
+SEAMS = (Seam("megatron.training.one_logger_utils", "track_e2e_metrics", {METRICS}, _track_e2e_metrics),)
