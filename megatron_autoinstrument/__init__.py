@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_autoinstrument.version import __version__
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor
+    from megatron_autoinstrument.ranks import register_rank_strategy
+    from megatron_autoinstrument.sampling import register_sampling_strategy
 
-__all__ = ["MegatronInstrumentor", "__version__"]
+__all__ = ["MegatronInstrumentor", "__version__", "register_rank_strategy", "register_sampling_strategy"]
+
+_HOMES = {
+    "MegatronInstrumentor": "instrumentor",
+    "register_rank_strategy": "ranks",
+    "register_sampling_strategy": "sampling",
+}
 
 
 def __getattr__(name: str) -> Any:
     # The wheel's .pth line imports this package in every Python process; OpenTelemetry it must not.
-    if name == "MegatronInstrumentor":
-        from megatron_autoinstrument.instrumentor import MegatronInstrumentor
-
-        return MegatronInstrumentor
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,19 +50,25 @@ def forget(finder: _BeforeMegatron) -> None:
 
 
 def from_pth() -> None:
-    """The `.pth` line comes here where MEGATRON_OTEL_ENABLED or NEMO_LENS_ENABLED has a value; in a virtual
-    environment perhaps twice."""
+    """The `.pth` line comes here where MEGATRON_OTEL_ENABLED or NEMO_LENS_ENABLED has a value or a flag is ours; in a
+    virtual environment perhaps twice."""
     if not any(isinstance(finder, _BeforeMegatron) for finder in sys.meta_path):
         before_megatron(_instrument_if_enabled)
 
 
 def _instrument_if_enabled() -> None:
-    if not config.enabled(warn=ranks.current().rank == 0):
+    on = config.enabled(warn=ranks.current().rank == 0)
+    flagged = any(argument.startswith("--otel-") for argument in sys.argv)
+    if not on and not flagged:
         return
-    from megatron_autoinstrument.instrumentor import MegatronInstrumentor
+    from megatron_autoinstrument.instrumentor import MegatronInstrumentor, accept_flags
 
-    if not MegatronInstrumentor().is_instrumented_by_opentelemetry:
+    if MegatronInstrumentor().is_instrumented_by_opentelemetry:
+        return
+    if on or (on is None and "--otel-enabled" in sys.argv):
         MegatronInstrumentor().instrument()
+    else:
+        accept_flags()
 
 
 # Those that start a rank's processes themselves.

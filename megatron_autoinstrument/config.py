@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_autoinstrument import environment_variables as names
-from megatron_autoinstrument import groups, ranks
+from megatron_autoinstrument import groups, ranks, sampling
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _warned: set[tuple[str, str]] = set()
+
+flags: dict[str, str | None] = {}
+"""What Megatron's command line or configuration says of `--otel-span-groups` and `--otel-service-name`, once parsed."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class Config:
     export_sample_rate: float
     span_groups: frozenset[str]
     metrics: bool
+    logs: bool
+    sampling_strategy: str | None  # None: the SDK's own
+    service_name: str | None  # None: nobody said by flag
     exporter: str | None  # None: nobody said
 
 
@@ -37,19 +43,31 @@ def from_environment(place: ranks.Rank) -> Config:
     """
     last = place.world_size - 1
 
-    def read(name: str, parse: Callable[[str], _T], default: _T, allowed: str, alias: str | None = None) -> _T:
-        return _read(name, parse, default, allowed, alias, warn=place.rank == 0)
+    def read(
+        name: str,
+        parse: Callable[[str], _T],
+        default: _T,
+        allowed: str | Callable[[], str],
+        alias: str | None = None,
+        flag: str | None = None,
+    ) -> _T:
+        return _read(name, parse, default, allowed, alias, flag, warn=place.rank == 0)
 
-    strategies = ", ".join(ranks.STRATEGIES)
     traces = read(names.MEGATRON_OTEL_TRACES_ENABLED, _boolean, True, _BOOLEANS)
-    span_groups = read(names.MEGATRON_OTEL_SPAN_GROUPS, groups.parse, groups.PRESETS["default"], groups.KNOWN)
+    span_groups = read(
+        names.MEGATRON_OTEL_SPAN_GROUPS,
+        groups.parse,
+        groups.PRESETS["default"],
+        groups.KNOWN,
+        flag="--otel-span-groups",
+    )
     return Config(
         enabled=enabled(warn=place.rank == 0),
         rank_strategy=read(
             names.MEGATRON_OTEL_RANK_STRATEGY,
-            _one_of(*ranks.STRATEGIES),
+            _one_of(ranks.STRATEGIES),
             "single_rank",
-            strategies,
+            ranks.STRATEGIES.names,
             alias=names.MEGATRON_OTEL_EXPORT_STRATEGY,
         ),
         export_rank=read(names.MEGATRON_OTEL_EXPORT_RANK, _between(int, -1, last), -1, f"-1 to {last}"),
@@ -58,7 +76,15 @@ def from_environment(place: ranks.Rank) -> Config:
         ),
         span_groups=span_groups if traces else frozenset(),
         metrics=read(names.MEGATRON_OTEL_METRICS_ENABLED, _boolean, True, _BOOLEANS),
-        exporter=read(names.MEGATRON_OTEL_EXPORTER, _one_of("otlp", "console"), None, "otlp, console"),
+        logs=read(names.MEGATRON_OTEL_LOGS_ENABLED, _boolean, False, _BOOLEANS),
+        sampling_strategy=read(
+            names.MEGATRON_OTEL_SAMPLING_STRATEGY,
+            _one_of(sampling.STRATEGIES),
+            None,
+            sampling.STRATEGIES.names,
+        ),
+        service_name=flags.get("--otel-service-name"),
+        exporter=read(names.MEGATRON_OTEL_EXPORTER, _one_of(("otlp", "console")), None, "otlp, console"),
     )
 
 
@@ -66,22 +92,33 @@ def enabled(*, warn: bool) -> bool | None:
     """What MEGATRON_OTEL_ENABLED says, or None. The SDK's own switch, too, leaves nothing to record for."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
-    return _read(names.MEGATRON_OTEL_ENABLED, _boolean, None, _BOOLEANS, None, warn=warn)
+    return _read(names.MEGATRON_OTEL_ENABLED, _boolean, None, _BOOLEANS, None, None, warn=warn)
 
 
-def _read(name: str, parse: Callable[[str], _T], default: _T, allowed: str, alias: str | None, *, warn: bool) -> _T:
-    asked = [name, *([alias] if alias else [])]
-    asked += [variable.replace("MEGATRON_OTEL_", "NEMO_LENS_") for variable in asked]
-    for variable in asked:
-        value = os.environ.get(variable, "").strip()
+def _read(
+    name: str,
+    parse: Callable[[str], _T],
+    default: _T,
+    allowed: str | Callable[[], str],
+    alias: str | None,
+    flag: str | None,
+    *,
+    warn: bool,
+) -> _T:
+    variables = [name, *([alias] if alias else [])]
+    variables += [variable.replace("MEGATRON_OTEL_", "NEMO_LENS_") for variable in variables]
+    given = [(flag, flags.get(flag) or "")] if flag else []
+    given += [(variable, os.environ.get(variable, "").strip()) for variable in variables]
+    for source, value in given:
         if not value:
             continue
         try:
             return parse(value)
         except ValueError:
-            if warn and (variable, value) not in _warned:
-                _warned.add((variable, value))
-                _logger.warning("%s=%r is ignored. Allowed: %s.", variable, value, allowed)
+            if warn and (source, value) not in _warned:
+                _warned.add((source, value))
+                known = allowed() if callable(allowed) else allowed
+                _logger.warning("%s=%r is ignored. Allowed: %s.", source, value, known)
             return default
     return default
 
@@ -98,11 +135,12 @@ def _boolean(value: str) -> bool:
     raise ValueError(value)
 
 
-def _one_of(*known: str) -> Callable[[str], str]:
+def _one_of(known: Container[str]) -> Callable[[str], str]:
     def parse(value: str) -> str:
-        if value.lower() not in known:
-            raise ValueError(value)
-        return value.lower()
+        for name in (value, value.lower()):
+            if name in known:
+                return name
+        raise ValueError(value)
 
     return parse
 

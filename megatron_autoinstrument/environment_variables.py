@@ -9,7 +9,8 @@ MEGATRON_OTEL_ENABLED = "MEGATRON_OTEL_ENABLED"
 Under `opentelemetry-instrument`, and after a call of `instrument()`, unset means on."""
 
 MEGATRON_OTEL_RANK_STRATEGY = "MEGATRON_OTEL_RANK_STRATEGY"
-"""Which ranks record and export: `single_rank` (default), `all_ranks`, `sampled` or `first_rank_per_node`."""
+"""Which ranks record and export: `single_rank` (default), `all_ranks`, `sampled`, `first_rank_per_node`
+or a registered name."""
 
 MEGATRON_OTEL_EXPORT_STRATEGY = "MEGATRON_OTEL_EXPORT_STRATEGY"
 """Another name for MEGATRON_OTEL_RANK_STRATEGY, which wins where both are set."""
@@ -20,11 +21,17 @@ MEGATRON_OTEL_EXPORT_RANK = "MEGATRON_OTEL_EXPORT_RANK"
 MEGATRON_OTEL_EXPORT_SAMPLE_RATE = "MEGATRON_OTEL_EXPORT_SAMPLE_RATE"
 """The share of ranks of `sampled`, from 0 to 1 (default 1.0)."""
 
+MEGATRON_OTEL_SAMPLING_STRATEGY = "MEGATRON_OTEL_SAMPLING_STRATEGY"
+"""`rank_aware` or a registered name: the sampler of a provider of ours. Unset leaves OTEL_TRACES_SAMPLER's."""
+
 MEGATRON_OTEL_TRACES_ENABLED = "MEGATRON_OTEL_TRACES_ENABLED"
 """0 turns spans off (default 1)."""
 
 MEGATRON_OTEL_METRICS_ENABLED = "MEGATRON_OTEL_METRICS_ENABLED"
 """0 turns metrics off (default 1)."""
+
+MEGATRON_OTEL_LOGS_ENABLED = "MEGATRON_OTEL_LOGS_ENABLED"
+"""1 exports what Python's `logging` handles (default 0)."""
 
 MEGATRON_OTEL_SPAN_GROUPS = "MEGATRON_OTEL_SPAN_GROUPS"
 """Which spans: presets and groups with commas between them, such as `default,microbatch` (default: `default`)."""

@@ -38,8 +38,12 @@ PRESETS: dict[str, frozenset[str]] = {
     "profiling": frozenset(GROUPS),  # upstream's other name for "all"
 }
 
+# Not span groups, but what else a seam may be needed for.
 METRICS = "metrics"
-"""Not a span group: what a seam is needed for that serves metrics."""
+LOGS = "logs"
+FLAGS = "flags"
+"""Needed wherever we are loaded, also on ranks that don't export and where we are turned off: Megatron exits on a flag
+that it doesn't know."""
 
 KNOWN = f"presets ({', '.join(PRESETS)}) and groups ({', '.join(GROUPS)}), with commas between them"
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
-from opentelemetry.metrics import MeterProvider
-from opentelemetry.trace import TracerProvider
 
 from megatron_autoinstrument import autoload, config, groups, patching, ranks
 from megatron_autoinstrument.spans import RECORDER
@@ -22,16 +20,21 @@ _logger = logging.getLogger(__name__)
 
 LEDGER = patching.Ledger()
 
+_PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
+_FLAGS = ("--otel-span-groups", "--otel-service-name")
+
 
 class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its package has no types
     """Records NVIDIA Megatron-LM training with OpenTelemetry.
 
     `instrument()` may come before or after Megatron is imported, and again after `uninstrument()`, also while
     training runs. What to record, and on which ranks, is told by the environment variables of
-    `megatron_autoinstrument.environment_variables`. On ranks that don't export, nothing is patched.
+    `megatron_autoinstrument.environment_variables` and by flags. On ranks that don't export, nothing is patched but
+    Megatron's argument parser.
     """
 
     _waiting: Any = None  # for Megatron's import
+    _given: dict[str, Any] = {}  # providers
 
     def instrumentation_dependencies(self) -> Collection[str]:
         # A git checkout of Megatron has no package metadata, and a requirement on it would then, without a word,
@@ -43,21 +46,13 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
         Args:
             tracer_provider: The provider to use in place of the global one. Given any, none is built by us.
             meter_provider: Likewise.
+            logger_provider: Likewise.
         """
-        given = {name: kwargs.get(name) for name in ("tracer_provider", "meter_provider")}
-
-        def install() -> None:
-            try:
-                _install(**given)
-            except Exception:
-                if patching.reraise_internal_errors:
-                    raise
-                _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
-
+        self._given = {signal: kwargs.get(f"{name}_provider") for signal, name in _PROVIDERS.items()}
         if any(name == "megatron" or name.startswith("megatron.") for name in list(sys.modules)):
-            install()
+            self._install()
         else:
-            self._waiting = autoload.before_megatron(install)
+            self._waiting = autoload.before_megatron(self._install)
 
     def _uninstrument(self, **kwargs: Any) -> None:
         if self._waiting is not None:
@@ -67,29 +62,72 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
         RECORDER.release()
         RECORDER.flush()
 
+    def _install(self) -> None:
+        try:
+            _install(self._given)
+        except Exception:
+            if patching.reraise_internal_errors:
+                raise
+            _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
 
-def _install(tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
+
+def accept_flags() -> None:
+    """Lets Megatron's parser know our flags, and waits for what they say. Nothing else is patched."""
+    _patch(frozenset())
+
+
+def _install(given: Mapping[str, Any]) -> None:
     place = ranks.current()
     settings = config.from_environment(place)
     wanted = {
-        **({"traces": tracer_provider} if settings.span_groups else {}),
-        **({"metrics": meter_provider} if settings.metrics else {}),
+        **({"traces": given["traces"]} if settings.span_groups else {}),
+        **({"metrics": given["metrics"]} if settings.metrics else {}),
+        **({"logs": given["logs"]} if settings.logs else {}),
     }
-    if settings.enabled is False or not wanted or ranks.is_helper_process() or not ranks.exports(place, settings):
+    helper = ranks.is_helper_process()
+    if settings.enabled is False or not wanted or helper or not ranks.exports(place, settings):
+        _patch(frozenset())
         return
-
-    build = tracer_provider is None and meter_provider is None
 
     def connect() -> Connection:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
-        from megatron_autoinstrument import ids, resource, sdk
+        from megatron_autoinstrument import ids, resource, sampling, sdk
 
-        return sdk.connect(wanted, settings.exporter, resource.attributes(place, ids.run_id()), build)
-
-    from megatron_autoinstrument.targets import SEAMS
+        strategy = settings.sampling_strategy
+        return sdk.connect(
+            wanted,
+            settings.exporter,
+            resource.attributes(place, ids.run_id()),
+            build=not any(given.values()),
+            service_name=settings.service_name,
+            sampler=sampling.STRATEGIES.get(strategy)(place, settings) if strategy else None,
+        )
 
     RECORDER.connect_by(connect)
-    LEDGER.install(SEAMS, settings.span_groups | ({groups.METRICS} if settings.metrics else set()))
+    other = {groups.METRICS: settings.metrics, groups.LOGS: settings.logs}
+    _patch(settings.span_groups | {name for name, on in other.items() if on})
+
+
+def _patch(wanted: frozenset[str]) -> None:
+    from megatron_autoinstrument.targets import SEAMS, global_vars
+
+    global_vars.when_known = _apply_flags
+    LEDGER.install(SEAMS, wanted | {groups.FLAGS})
+
+
+def _apply_flags(args: Any) -> None:
+    """Megatron's arguments are known: what they say of us overrides the variables, the kill switch excepted."""
+    said = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in _FLAGS}
+    changed = {flag: value for flag, value in said.items() if value and config.flags.get(flag) != value}
+    config.flags.update(changed)
+    instrumentor = MegatronInstrumentor()
+    if instrumentor.is_instrumented_by_opentelemetry:
+        if changed:
+            LEDGER.uninstall()
+            instrumentor._install()
+    elif getattr(args, "otel_enabled", None) and config.enabled(warn=False) is not False:
+        LEDGER.uninstall()  # what accept_flags() patched
+        instrumentor.instrument()
 
 
 def _silence() -> None:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_autoinstrument.registry import Registry
+
 if TYPE_CHECKING:
     from megatron_autoinstrument.config import Config
 
@@ -57,19 +59,37 @@ def _single_rank(place: Rank, config: Config) -> bool:
     return place.rank == (config.export_rank if 0 <= config.export_rank <= last else last)
 
 
-def _sampled(place: Rank, config: Config) -> bool:
+def sampled(place: Rank, config: Config) -> bool:
+    """Whether `place` is among the share of ranks that MEGATRON_OTEL_EXPORT_SAMPLE_RATE names."""
     # Multiples of the golden ratio: any rate is met evenly, and never by the same local rank of every node.
     return place.rank * 0.6180339887498949 % 1.0 < config.export_sample_rate
 
 
-STRATEGIES: dict[str, Callable[[Rank, Config], bool]] = {
-    "single_rank": _single_rank,
-    "all_ranks": lambda place, config: True,
-    "sampled": _sampled,
-    "first_rank_per_node": lambda place, config: place.local_rank == 0,
-}
+STRATEGIES: Registry[Callable[[Rank, Config], bool]] = Registry(
+    "megatron_autoinstrument_rank_strategy",
+    {
+        "single_rank": _single_rank,
+        "all_ranks": lambda place, config: True,
+        "sampled": sampled,
+        "first_rank_per_node": lambda place, config: place.local_rank == 0,
+    },
+)
+
+
+def register_rank_strategy(name: str, strategy: Callable[[Rank, Config], bool]) -> None:
+    """Makes `strategy` available under `name` to MEGATRON_OTEL_RANK_STRATEGY. An installed package does the same by an
+    entry point `name` in the group `megatron_autoinstrument_rank_strategy`.
+
+    Args:
+        name: What the variable will say.
+        strategy: Tells whether a rank records and exports; it must answer alike wherever it is asked about a rank.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    STRATEGIES.register(name, strategy)
 
 
 def exports(place: Rank, config: Config) -> bool:
     """Whether `place` records and exports under `config`'s rank strategy."""
-    return STRATEGIES[config.rank_strategy](place, config)
+    return bool(STRATEGIES.get(config.rank_strategy)(place, config))

@@ -1,4 +1,4 @@
-"""A local OTLP/gRPC receiver for traces and metrics, for a look at a run without a backend, and for tests."""
+"""A local OTLP/gRPC receiver for traces, metrics and logs, for a look at a run without a backend, and for tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
@@ -51,11 +52,23 @@ class ReceivedPoint:
     resource: dict[str, Any]
 
 
+@dataclass
+class ReceivedLog:
+    """One log record as it arrived."""
+
+    logger: str
+    severity: str
+    body: str
+    span_id: str  # empty outside of any span
+    resource: dict[str, Any]
+
+
 class Receiver:
-    """Listens on a free loopback port while used as a context manager; `spans` and `points` are what has arrived."""
+    """Listens on a free loopback port while used as a context manager; `spans`, `points` and `logs` are what has
+    arrived."""
 
     def __init__(self) -> None:
-        self._received: dict[str, list[Any]] = {"spans": [], "metrics": []}
+        self._received: dict[str, list[Any]] = {"spans": [], "metrics": [], "logs": []}
         self._lock = threading.Lock()
 
     def __enter__(self) -> Receiver:
@@ -66,6 +79,8 @@ class Receiver:
         metrics = _Service(self._keeper("metrics", metrics_service_pb2.ExportMetricsServiceResponse))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(traces, self._server)  # type: ignore[no-untyped-call]
         metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, self._server)  # type: ignore[no-untyped-call]
+        logs = _Service(self._keeper("logs", logs_service_pb2.ExportLogsServiceResponse))
+        logs_service_pb2_grpc.add_LogsServiceServicer_to_server(logs, self._server)  # type: ignore[no-untyped-call]
         port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
         self.endpoint = f"http://127.0.0.1:{port}"
@@ -91,6 +106,23 @@ class Receiver:
         """Every data point received so far, by time."""
         points = [point for request in self._requests("metrics") for point in _points_of(request)]
         return sorted(points, key=lambda point: point.time)
+
+    @property
+    def logs(self) -> list[ReceivedLog]:
+        """Every log record received so far."""
+        return [
+            ReceivedLog(
+                logger=scope_logs.scope.name,
+                severity=record.severity_text,
+                body=record.body.string_value,
+                span_id=record.span_id.hex(),
+                resource=_attributes_of(resource_logs.resource.attributes),
+            )
+            for request in self._requests("logs")
+            for resource_logs in request.resource_logs
+            for scope_logs in resource_logs.scope_logs
+            for record in scope_logs.log_records
+        ]
 
     @property
     def spans(self) -> list[ReceivedSpan]:

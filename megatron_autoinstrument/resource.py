@@ -37,12 +37,21 @@ _VARIABLES = {
     "slurm.ntasks": ("SLURM_NTASKS",),
     "slurm.partition": ("SLURM_PARTITION", "SLURM_JOB_PARTITION"),
     "slurm.cluster.name": ("SLURM_CLUSTER_NAME",),
-    "k8s.namespace.name": ("K8S_NAMESPACE", "POD_NAMESPACE"),
-    "k8s.pod.name": ("K8S_POD_NAME", "POD_NAME"),
-    "k8s.pod.uid": ("K8S_POD_UID", "POD_UID"),
-    "k8s.node.name": ("K8S_NODE_NAME", "NODE_NAME"),
-    "k8s.container.name": ("K8S_CONTAINER_NAME", "CONTAINER_NAME"),
+    "k8s.namespace.name": ("K8S_NAMESPACE",),
+    "k8s.pod.name": ("K8S_POD_NAME",),
+    "k8s.pod.uid": ("K8S_POD_UID",),
+    "k8s.node.name": ("K8S_NODE_NAME",),
+    "k8s.container.name": ("K8S_CONTAINER_NAME",),
     "k8s.job.name": ("K8S_JOB_NAME",),
+}
+
+# Names that pods are often given them by; elsewhere they mean other things. A pod's host is named after it.
+_IN_A_POD = {
+    "k8s.namespace.name": ("POD_NAMESPACE",),
+    "k8s.pod.name": ("POD_NAME", "HOSTNAME"),
+    "k8s.pod.uid": ("POD_UID",),
+    "k8s.node.name": ("NODE_NAME",),
+    "k8s.container.name": ("CONTAINER_NAME",),
 }
 
 
@@ -64,8 +73,9 @@ def attributes(place: Rank, run_id: str) -> dict[str, str | int | float | bool]:
         **{attribute: global_vars.arg(argument) for attribute, argument in _ARGUMENTS.items()},
         **{attribute: _first_set(*variables) for attribute, variables in _VARIABLES.items()},
     }
-    if "KUBERNETES_SERVICE_HOST" in os.environ and found["k8s.pod.name"] is None:
-        found["k8s.pod.name"] = os.environ.get("HOSTNAME")  # Kubernetes names a pod's host after it
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        for attribute, variables in _IN_A_POD.items():
+            found[attribute] = found[attribute] or _first_set(*variables)
     return {key: value for key, value in found.items() if isinstance(value, (str, int, float))}
 
 

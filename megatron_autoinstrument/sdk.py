@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Connection:
         self._providers = providers
         self.tracer: trace.Tracer = providers.get(TRACES, trace.NoOpTracerProvider()).get_tracer(SCOPE, __version__)
         self.meter: metrics.Meter = providers.get(METRICS, metrics.NoOpMeterProvider()).get_meter(SCOPE, __version__)
-        self.logger_provider: _logs.LoggerProvider | None = providers.get(LOGS)
+        self.log_handler = _log_handler(providers[LOGS]) if LOGS in providers else None
         theirs = [provider for provider in providers.values() if provider not in _ours.values()]
         self.exit_timeout_s = _THEIRS_EXIT_TIMEOUT_S if theirs else _OURS_EXIT_TIMEOUT_S
         ids.keep_random_state(self.tracer)
@@ -72,6 +73,8 @@ def connect(
     exporter: str | None,
     attributes: Mapping[str, str | int | float | bool],
     build: bool = True,
+    service_name: str | None = None,
+    sampler: Sampler | None = None,
 ) -> Connection:
     """Connects each signal to the provider given for it, else to the application's global one, else to one of ours.
 
@@ -80,37 +83,44 @@ def connect(
         exporter: "otlp", "console", or None to follow the OTEL_*_EXPORTER variables (default: otlp).
         attributes: Resource attributes of this process.
         build: Whether to make providers where there are none.
+        service_name: What a flag calls the service; it wins over everything else.
+        sampler: The sampler of a tracer provider of ours, in place of OTEL_TRACES_SAMPLER's.
     """
+    new = _New(exporter, attributes, service_name, sampler)
     providers = {}
     for name, given in wanted.items():
         try:
-            providers[name] = _provider(_SIGNALS[name], given, exporter, attributes, build)
+            providers[name] = _provider(_SIGNALS[name], given, new, build)
         except Exception as error:  # noqa: BLE001
             _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, error)
     return Connection(providers)
 
 
-def _provider(
-    signal: _Signal,
-    given: Any,
-    exporter: str | None,
-    attributes: Mapping[str, str | int | float | bool],
-    build: bool,
-) -> Any:
+class _New(NamedTuple):
+    """How a provider is to be made, or completed."""
+
+    exporter: str | None
+    attributes: Mapping[str, str | int | float | bool]
+    service_name: str | None
+    sampler: Sampler | None
+
+
+def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
     provider = given or signal.get()
     # What the API gives until a provider is set; its class has no public name for metrics.
     if "Proxy" in type(provider).__name__:
         if not build:
             return provider
-        provider = _ours[signal.name] = _build(signal, exporter, attributes)
+        provider = _ours[signal.name] = _build(signal, new)
     elif provider not in _ours.values():
-        _complete(provider, attributes)
-        if exporter is not None:
-            _logger.info("MEGATRON_OTEL_EXPORTER is not used for %s: a provider is set already.", signal.name)
+        _complete(provider, new)
+        for variable in ("EXPORTER" if new.exporter else "", "SAMPLING_STRATEGY" if new.sampler else ""):
+            if variable:
+                _logger.info("MEGATRON_OTEL_%s is not used for %s: a provider is set already.", variable, signal.name)
     return provider
 
 
-def _build(signal: _Signal, exporter: str | None, attributes: Mapping[str, str | int | float | bool]) -> Any:
+def _build(signal: _Signal, new: _New) -> Any:
     """A provider from the standard `OTEL_*` variables, set globally so that what the user records is exported too.
 
     The SDK's own configurator sets its provider before it has made the exporters, and one without any stays where
@@ -119,6 +129,7 @@ def _build(signal: _Signal, exporter: str | None, attributes: Mapping[str, str |
     Raises:
         RuntimeError: an exporter, sampler or id generator that was asked for is not installed.
     """
+    exporter = new.exporter
     if exporter is None:
         exporter = os.environ.get(f"OTEL_{signal.name.upper()}_EXPORTER", "").strip() or "otlp"
     exporters = [
@@ -126,16 +137,16 @@ def _build(signal: _Signal, exporter: str | None, attributes: Mapping[str, str |
         for name in exporter.split(",")
         if name.strip() != "none"
     ]
-    provider = signal.build(exporters, _described(Resource.create(), attributes))
+    provider = signal.build(exporters, _described(Resource.create(), new), new)
     signal.set(provider)
     return provider
 
 
-def _tracer_provider(exporters: Sequence[Any], resource: Resource) -> Any:
+def _tracer_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
     processors = [BatchSpanProcessor(exporter) for exporter in exporters]
     generator = os.environ.get(OTEL_PYTHON_ID_GENERATOR, "random").strip()
     provider = sdk_trace.TracerProvider(
-        sampler=_sampler(),
+        sampler=new.sampler or _sampler(),
         resource=resource,
         id_generator=ids.PrivateIdGenerator() if generator == "random" else _component("id_generator", generator)(),
         shutdown_on_exit=False,  # that has no bound; our own exit has
@@ -145,7 +156,7 @@ def _tracer_provider(exporters: Sequence[Any], resource: Resource) -> Any:
     return provider
 
 
-def _meter_provider(exporters: Sequence[Any], resource: Resource) -> Any:
+def _meter_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
     readers = [
         exporter if isinstance(exporter, MetricReader) else PeriodicExportingMetricReader(exporter)
         for exporter in exporters
@@ -153,7 +164,7 @@ def _meter_provider(exporters: Sequence[Any], resource: Resource) -> Any:
     return sdk_metrics.MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
 
 
-def _logger_provider(exporters: Sequence[Any], resource: Resource) -> Any:
+def _logger_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
     processors = [BatchLogRecordProcessor(exporter) for exporter in exporters]
     provider = sdk_logs.LoggerProvider(resource=resource, shutdown_on_exit=False)
     for processor in processors:
@@ -165,7 +176,7 @@ class _Signal(NamedTuple):
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], None]
-    build: Callable[[Sequence[Any], Resource], Any]
+    build: Callable[[Sequence[Any], Resource, _New], Any]
 
 
 _SIGNALS = {
@@ -212,21 +223,21 @@ def _silent_in_children(exporter: Any) -> Any:
     return exporter
 
 
-def _complete(provider: Any, attributes: Mapping[str, str | int | float | bool]) -> None:
+def _complete(provider: Any, new: _New) -> None:
     """Adds our resource attributes to a provider that was made before the rank was known."""
     if not isinstance(provider, (sdk_trace.TracerProvider, sdk_metrics.MeterProvider, sdk_logs.LoggerProvider)):
         return
     # A meter provider keeps its resource in its configuration.
     holder, name = (provider._sdk_config, "resource") if hasattr(provider, "_sdk_config") else (provider, "_resource")
-    described = _described(getattr(holder, name), attributes)
+    described = _described(getattr(holder, name), new)
     if hasattr(provider, "_update_resource"):  # from SDK 1.44; also reaches tracers made before
         provider._update_resource(described)
     else:
         setattr(holder, name, described)
 
 
-def _described(has: Resource, attributes: Mapping[str, str | int | float | bool]) -> Resource:
-    """The resource `has` with those of `attributes` that nobody chose."""
+def _described(has: Resource, new: _New) -> Resource:
+    """The resource `has` with those attributes that nobody chose."""
     made_up = {
         key
         for key, default in (("service.name", r"unknown_service.*"), ("service.instance.id", _RANDOM_UUID))
@@ -234,7 +245,22 @@ def _described(has: Resource, attributes: Mapping[str, str | int | float | bool]
     }
     chosen = set(has.attributes) - made_up
     chosen |= {pair.partition("=")[0].strip() for pair in os.environ.get(OTEL_RESOURCE_ATTRIBUTES, "").split(",")}
-    return has.merge(Resource({key: value for key, value in attributes.items() if key not in chosen}))
+    added = {key: value for key, value in new.attributes.items() if key not in chosen}
+    if new.service_name:
+        added["service.name"] = new.service_name
+    return has.merge(Resource(added))
+
+
+def _log_handler(provider: Any) -> logging.Handler | None:
+    """What turns a record of Python's logging into OpenTelemetry's. None where the application has one at work."""
+    if any(type(handler).__name__ == "LoggingHandler" for handler in logging.getLogger().handlers):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it moves to a package of instrumentations
+        handler = sdk_logs.LoggingHandler(logger_provider=provider)
+    # Python flushes every handler at exit, and this one would start a thread for it, which Python refuses by then.
+    handler.flush = lambda: None  # type: ignore[method-assign]
+    return handler
 
 
 def _ask(provider: Any, what: str) -> None:

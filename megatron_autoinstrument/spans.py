@@ -185,6 +185,11 @@ class Recorder:
         """What metrics are recorded with, once connected."""
         return self._connection.meter if self._connection is not None else None
 
+    @property
+    def log_handler(self) -> logging.Handler | None:
+        """What log records are exported by, once connected."""
+        return self._connection.log_handler if self._connection is not None else None
+
     def _get_ready(self) -> None:
         if self._connect is not None:
             self._connection = self._connect()

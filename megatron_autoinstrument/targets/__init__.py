@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from megatron_autoinstrument.patching import Seam
 from megatron_autoinstrument.targets import (
+    arguments,
     async_utils,
     checkpointing,
     distributed_data_parallel,
+    global_vars,
+    logging,
     one_logger_utils,
     optimizer,
     p2p_communication,
@@ -27,6 +30,9 @@ SEAMS: tuple[Seam, ...] = (
     *checkpointing.SEAMS,
     *serialization.SEAMS,
     *async_utils.SEAMS,
+    *arguments.SEAMS,
+    *global_vars.SEAMS,
+    *logging.SEAMS,
     *timers.SEAMS,
     *one_logger_utils.SEAMS,
 )

@@ -1,10 +1,17 @@
-"""megatron/training/global_vars.py and what else Megatron knows of the run. Read, not patched."""
+"""megatron/training/global_vars.py: what Megatron knows of the run, and the moment when its arguments are known."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from megatron_autoinstrument.groups import FLAGS
+from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+
+when_known: Callable[[Any], None] = lambda args: None  # noqa: E731
+"""Called with Megatron's arguments when they are parsed; the instrumentor sets it."""
 
 
 def args() -> Any | None:
@@ -41,3 +48,17 @@ def peak_device_memory_gib() -> float | None:
     """The most device memory that was allocated at once so far, in GiB; None without a device."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return cuda.max_memory_allocated() / 2**30 if cuda is not None and cuda.is_available() else None
+
+
+def _set_args(original: Function, groups: frozenset[str]) -> Hook:
+    def begin(arguments: Arguments, kwargs: Mapping[str, Any]) -> bool:
+        return True
+
+    def end(token: Any, result: Any, error: BaseException | None) -> None:
+        if error is None:
+            when_known(args())
+
+    return Hook(begin, end)
+
+
+SEAMS = (Seam("megatron.training.global_vars", "set_args", {FLAGS}, _set_args),)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_autoinstrument.receiver import ReceivedPoint, ReceivedSpan, Receiver
+from megatron_autoinstrument.receiver import ReceivedLog, ReceivedPoint, ReceivedSpan, Receiver
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -47,6 +47,7 @@ class Run:
     output: str
     spans: list[ReceivedSpan]
     points: list[ReceivedPoint]
+    logs: list[ReceivedLog]
 
     @property
     def losses(self) -> list[tuple[str, ...]]:
@@ -111,7 +112,7 @@ def train(
             },
             timeout_s,
         )
-        return Run(status, output, receiver.spans, receiver.points)
+        return Run(status, output, receiver.spans, receiver.points, receiver.logs)
 
 
 def _run(command: Sequence[object], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:

@@ -10,7 +10,7 @@ TELLING = {
     "OTEL_METRICS_EXPORTER": "otlp",
     "NEMO_LENS_USER_ID": "me",
     "SLURM_JOB_NAME": "tiny",
-    "POD_NAMESPACE": "team",
+    "K8S_NAMESPACE": "team",
 }
 WAYS = {
     "opentelemetry-instrument": {"way": INSTRUMENT},

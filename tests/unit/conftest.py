@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from megatron_autoinstrument import patching, ranks, sdk
+from megatron_autoinstrument import config, patching, ranks, sdk
 from megatron_autoinstrument.spans import Recorder
 
 
@@ -26,6 +26,12 @@ def _plain_environment(monkeypatch):
             monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_flags(monkeypatch):
+    monkeypatch.setattr(config, "flags", {})
+    monkeypatch.setattr(config, "_warned", set())
 
 
 @pytest.fixture

@@ -4,11 +4,6 @@ from megatron_autoinstrument import config, groups
 from megatron_autoinstrument.ranks import Rank
 
 
-@pytest.fixture(autouse=True)
-def _warn_anew(monkeypatch):
-    monkeypatch.setattr(config, "_warned", set())
-
-
 def read():
     return config.from_environment(Rank(0, 8, 0))
 
@@ -22,6 +17,9 @@ def test_defaults(alone):
         export_sample_rate=1.0,
         span_groups=groups.PRESETS["default"],
         metrics=True,
+        logs=False,
+        sampling_strategy=None,
+        service_name=None,
         exporter=None,
     )
 
@@ -33,6 +31,8 @@ NONSENSE = {
     "EXPORT_SAMPLE_RATE": "nan",
     "TRACES_ENABLED": "2",
     "METRICS_ENABLED": "y",
+    "LOGS_ENABLED": "some",
+    "SAMPLING_STRATEGY": "often",
     "SPAN_GROUPS": "default,steps",
     "EXPORTER": "zipkin",
 }
@@ -65,6 +65,8 @@ def test_only_the_first_rank_warns(monkeypatch, caplog):
         ("EXPORT_SAMPLE_RATE", "0.25", "export_sample_rate", 0.25),
         ("TRACES_ENABLED", "0", "span_groups", frozenset()),
         ("METRICS_ENABLED", "0", "metrics", False),
+        ("LOGS_ENABLED", "1", "logs", True),
+        ("SAMPLING_STRATEGY", "rank_aware", "sampling_strategy", "rank_aware"),
         ("SPAN_GROUPS", "step", "span_groups", frozenset({"step"})),
         ("EXPORTER", "console", "exporter", "console"),
     ],
@@ -95,3 +97,18 @@ def test_the_sdks_own_switch_turns_everything_off(monkeypatch):
     monkeypatch.setenv("MEGATRON_OTEL_ENABLED", "1")
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert read().enabled is False
+
+
+def test_a_flag_beats_the_variables(monkeypatch, caplog):
+    monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "step")
+    config.flags["--otel-span-groups"] = "job,optimizer"
+    assert read().span_groups == {"job", "optimizer"}
+    config.flags["--otel-span-groups"] = "steps"
+    assert read().span_groups == groups.PRESETS["default"]
+    assert caplog.records[0].getMessage().startswith("--otel-span-groups='steps' is ignored. Allowed: presets")
+
+
+def test_a_bad_strategy_lists_the_known_ones(monkeypatch, caplog):
+    monkeypatch.setenv("MEGATRON_OTEL_RANK_STRATEGY", "some_ranks")
+    read()
+    assert "Allowed: single_rank, all_ranks, sampled, first_rank_per_node." in caplog.records[0].getMessage()

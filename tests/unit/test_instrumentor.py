@@ -1,3 +1,4 @@
+import argparse
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -139,8 +140,90 @@ def test_an_exporter_that_cannot_be_had_costs_one_message_and_no_training(megatr
     assert "no_such_exporter" in record.getMessage()
 
 
+FLAGGED = """
+import argparse
+def add_megatron_arguments(parser):
+    parser.add_argument("--lr", type=float)
+    return parser
+def _add_network_size_args(parser):
+    return parser
+"""
+
+
+@pytest.fixture
+def arguments(fake_module):
+    fake_module(
+        "megatron.training.global_vars",
+        "_GLOBAL_ARGS = None\ndef set_args(args):\n    global _GLOBAL_ARGS\n    _GLOBAL_ARGS = args\n",
+    )
+    return fake_module("megatron.training.arguments", FLAGGED)
+
+
+def parse(arguments, *words):
+    return arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_args(words)
+
+
+@pytest.mark.parametrize("environment", [{}, {"MEGATRON_OTEL_ENABLED": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_the_flags_are_accepted_on_every_rank_and_with_the_kill_switch_on(
+    megatron, monkeypatch, arguments, provider, environment
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    megatron.instrument(tracer_provider=provider)
+    args = parse(arguments, "--otel-enabled", "--otel-service-name", "llama", "--otel-span-groups=all")
+    assert (args.otel_enabled, args.otel_service_name, args.otel_span_groups) == (True, "llama", "all")
+    assert parse(arguments).otel_enabled is None  # so that args_defaults can set it
+
+
+def test_megatrons_own_flags_stay(megatron, arguments, provider):
+    add = arguments.add_megatron_arguments
+
+    def with_its_own(parser):
+        parser = add(parser)
+        parser.add_argument("--otel-enabled", action="store_const", const="theirs")
+        return parser
+
+    arguments.add_megatron_arguments = with_its_own
+    megatron.instrument(tracer_provider=provider)
+    args = parse(arguments, "--otel-enabled", "--otel-span-groups", "all")
+    assert (args.otel_enabled, args.otel_span_groups) == ("theirs", "all")
+
+
+def test_an_older_parser_gets_them_with_its_first_arguments(megatron, arguments, provider):
+    del arguments.add_megatron_arguments
+    megatron.instrument(tracer_provider=provider)
+    parser = arguments._add_network_size_args(argparse.ArgumentParser())
+    assert parser.parse_args(["--otel-enabled"]).otel_enabled is True
+
+
+def test_the_groups_of_the_flag_replace_those_of_the_variable(megatron, arguments, training, monkeypatch, provider):
+    monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "job")
+    original = training.train_step
+    megatron.instrument(tracer_provider=provider)
+    assert training.train_step is original
+    global_vars = sys.modules["megatron.training.global_vars"]
+    global_vars.set_args(parse(arguments, "--otel-span-groups", "step"))
+    assert training.train_step is not original
+    megatron.uninstrument()
+    assert training.train_step is original
+
+
+@pytest.mark.parametrize(("environment", "patched"), [({}, True), ({"MEGATRON_OTEL_ENABLED": "0"}, False)])
+def test_the_flag_alone_turns_on_what_was_only_waiting_for_flags(
+    megatron, arguments, training, monkeypatch, environment, patched
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    original = training.train_step
+    instrumentor.accept_flags()
+    assert training.train_step is original
+    sys.modules["megatron.training.global_vars"].set_args(parse(arguments, "--otel-enabled"))
+    assert (training.train_step is not original) == patched
+    instrumentor.LEDGER.uninstall()
+
+
 def test_seams_are_told_apart_and_each_names_groups_that_exist():
-    from megatron_autoinstrument.groups import GROUPS, METRICS
+    from megatron_autoinstrument.groups import FLAGS, GROUPS, LOGS, METRICS
 
     assert len({(seam.module, seam.path) for seam in targets.SEAMS}) == len(targets.SEAMS)
-    assert all(seam.groups <= {*GROUPS, METRICS} for seam in targets.SEAMS)
+    assert all(seam.groups <= {*GROUPS, METRICS, LOGS, FLAGS} for seam in targets.SEAMS)

@@ -34,12 +34,15 @@ def test_without_megatrons_arguments_the_launcher_tells_the_local_rank():
         ({"NEMO_LENS_USER_ID": "me"}, "nemo.user.id", "me"),
         ({"SLURM_JOB_ID": "77"}, "slurm.job.id", "77"),
         ({"SLURM_JOB_PARTITION": "h100"}, "slurm.partition", "h100"),
-        ({"POD_NAMESPACE": "team"}, "k8s.namespace.name", "team"),
+        ({"K8S_NAMESPACE": "team"}, "k8s.namespace.name", "team"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "POD_NAMESPACE": "team"}, "k8s.namespace.name", "team"),
+        ({"NODE_NAME": "jenkins-7"}, "k8s.node.name", None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "job-0-xyz"}, "k8s.pod.name", "job-0-xyz"),
         ({"HOSTNAME": "workstation"}, "k8s.pod.name", None),
     ],
 )
 def test_what_the_environment_tells(monkeypatch, environment, attribute, value):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     for name, told in environment.items():
         monkeypatch.setenv(name, told)
     assert resource.attributes(Rank(0, 1, 0), "run7").get(attribute) == value

@@ -74,7 +74,7 @@ def test_a_provider_made_earlier_is_completed_in_place_and_keeps_what_was_chosen
 def test_what_the_environment_names_wins(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "llama")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=0f0c8bd3-9c3d-4c44-8a55-0d1c0a4f6a51,team=x")
-    described = sdk._described(Resource.create(), OURS).attributes
+    described = sdk._described(Resource.create(), sdk._New(None, OURS, None, None)).attributes
     assert described["service.name"] == "llama"
     assert described["service.instance.id"] == "0f0c8bd3-9c3d-4c44-8a55-0d1c0a4f6a51"
     assert described["team"] == "x"
@@ -150,6 +150,12 @@ def test_our_provider_has_no_unbounded_shutdown_at_exit_left():
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
     )
     assert out == "True"
+
+
+def test_a_service_name_from_a_flag_wins(monkeypatch):
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "llama")
+    described = sdk._described(Resource.create(), sdk._New(None, OURS, "flagged", None))
+    assert described.attributes["service.name"] == "flagged"
 
 
 @pytest.mark.parametrize(

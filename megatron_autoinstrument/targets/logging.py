@@ -1,0 +1,29 @@
+"""Python's logging: records on their way to whatever handlers there are.
+
+Not by a handler of ours: the first handler of the root logger silences `logging.basicConfig`, and what Python prints
+where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_autoinstrument.groups import LOGS
+from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.spans import RECORDER
+
+# The exporter's own records, and those of what it exports with, would feed on themselves.
+_OURS = ("opentelemetry", "megatron_autoinstrument", "grpc", "urllib3", "requests")
+
+
+def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
+        record = args[1]
+        if (handler := RECORDER.log_handler) is not None and record.name.partition(".")[0] not in _OURS:
+            handler.emit(record)
+
+    return Hook(begin, lambda token, result, error: None)
+
+
+SEAMS = (Seam("logging", "Logger.callHandlers", {LOGS}, _call_handlers),)
