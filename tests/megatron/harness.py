@@ -78,6 +78,7 @@ def train(
     script: Path = FIXTURES / "pretrain_tiny_gpt.py",
     environment: Mapping[str, str] = EVERYTHING,
     otel: Path | None = None,
+    megatron: Path | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Run:
     """Trains the tiny GPT under torchrun.
@@ -88,6 +89,7 @@ def train(
         script: The training script.
         environment: Variables to set.
         otel: A folder with another OpenTelemetry, to be preferred.
+        megatron: A folder with another Megatron, likewise.
     """
     tiny = (FIXTURES / "tiny_gpt.args").read_text().split()
     command = [BIN / "torchrun", "--nproc-per-node", str(ranks), script, *tiny, *options]
@@ -99,7 +101,7 @@ def train(
             command,
             {
                 **base,
-                "PYTHONPATH": os.pathsep.join(str(path) for path in (otel, FIXTURES) if path),
+                "PYTHONPATH": os.pathsep.join(str(path) for path in (otel, megatron, FIXTURES) if path),
                 "TORCHDYNAMO_DISABLE": "1",
                 "OMP_NUM_THREADS": "1",
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
