@@ -7,12 +7,16 @@ from megatron_autoinstrument.targets import (
     async_utils,
     checkpointing,
     distributed_data_parallel,
+    fine_grained_activation_offload,
+    mamba_layer,
     optimizer,
     p2p_communication,
     param_and_grad_buffer,
+    rerun_state_machine,
     schedules,
     serialization,
     training,
+    transformer_layer,
 )
 
 SEAMS: tuple[Seam, ...] = (
@@ -25,4 +29,8 @@ SEAMS: tuple[Seam, ...] = (
     *checkpointing.SEAMS,
     *serialization.SEAMS,
     *async_utils.SEAMS,
+    *transformer_layer.SEAMS,
+    *mamba_layer.SEAMS,
+    *fine_grained_activation_offload.SEAMS,
+    *rerun_state_machine.SEAMS,
 )
