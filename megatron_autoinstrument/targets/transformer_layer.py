@@ -30,6 +30,9 @@ def layer_span(name: str) -> Callable[[Function, frozenset[str]], Hook]:
             return RECORDER.begin(name, FREQUENT, _AGAIN if in_backward() else None)
 
         def end(record: Record, result: Any, error: BaseException | None) -> None:
+            # torch.utils.checkpoint leaves a recomputation by an exception once it has what it needs: no fault.
+            if error is not None and type(error).__name__ == "_StopRecomputationError":
+                error = None
             RECORDER.end(record, error)
 
         return Hook(begin, end)

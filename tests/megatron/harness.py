@@ -97,7 +97,7 @@ def train(
             command,
             {
                 **base,
-                "PYTHONPATH": os.pathsep.join(str(path) for path in (otel, FIXTURES) if path),
+                "PYTHONPATH": os.pathsep.join(str(path) for path in (otel, ROOT, FIXTURES) if path),
                 "TORCHDYNAMO_DISABLE": "1",
                 "OMP_NUM_THREADS": "1",
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
