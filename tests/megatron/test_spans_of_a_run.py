@@ -233,7 +233,7 @@ def test_recomputing_gives_the_losses_of_a_run_without():
 def test_a_microbatch_waits_for_its_batch():
     for span in run_of("pipeline, saving").spans:
         if span.name == "megatron.microbatch.forward":
-            assert [child.name for child in span.children][0] == "megatron.data_loading"
+            assert next(child.name for child in span.children) == "megatron.data_loading"
 
 
 def test_a_combined_call_is_one_span_per_direction_with_the_same_times_and_marked():
