@@ -2,6 +2,7 @@
 
 Each of the two is all of that half of the layer: with its norm, dropout and residual, and attention with
 cross-attention too. A layer of a hybrid model that has only one of them passes through the other.
+`--overlap-moe-expert-parallel-comm` takes a layer apart: attention and MLP then come without the layer around them.
 """
 
 from __future__ import annotations
