@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_autoinstrument.receiver import ReceivedSpan, Receiver
-from megatron_autoinstrument.semconv import COMBINED
+from megatron_autoinstrument.semconv import COMBINED, SPAN_GROUPS
 
 # What the time of a step went to, by span: a label and the character of its bar. Where spans of the table nest, the
 # outer one is counted.
@@ -29,6 +29,7 @@ _KINDS = {
     "megatron.grad_sync.finish": ("gradient sync", "▒"),
     "megatron.optimizer_step": ("optimizer", "▚"),
 }
+_TOO_FINE = {"layer", "activation_offload", "data_loading"}  # groups: several spans in each microbatch
 _NAME_WIDTH = 42
 
 
@@ -117,6 +118,8 @@ def _timeline(steps: list[ReceivedSpan], iteration: int) -> Iterator[str]:
 
 
 def _rows(span: ReceivedSpan, depth: int) -> Iterator[tuple[int, str, ReceivedSpan]]:
+    if SPAN_GROUPS.get(span.name) in _TOO_FINE:
+        return
     label = span.name.removeprefix("megatron.")
     if (microbatch := span.attributes.get("megatron.microbatch_id")) is not None:
         label += f" {microbatch}"

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import wrapt
 
+from megatron_autoinstrument import torch_state
+
 _logger = logging.getLogger(__name__)
 
 Arguments = tuple[Any, ...]
@@ -73,9 +75,11 @@ class _Patch:
 
 
 def _wrap(patch: _Patch, original: Function) -> Function:
+    is_compiling = torch_state.is_compiling()
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        hook = patch.hook
-        if hook is None:
+        # First of all: torch.compile would trace the rest, and fail or record its own tracing.
+        if is_compiling() or (hook := patch.hook) is None:
             return original(*args, **kwargs)
         try:
             token = hook.begin(args, kwargs)

@@ -12,11 +12,18 @@ SPAN_GROUPS: dict[str, str] = {
     "megatron.forward_backward": "forward_backward",
     "megatron.microbatch.forward": "microbatch",
     "megatron.microbatch.backward": "microbatch",
+    "megatron.layer.forward": "layer",
+    "megatron.layer.self_attention": "layer",
+    "megatron.layer.mlp": "layer",
+    # Beyond Megatron's guide, which reserves the group: the wait for a batch.
+    "megatron.data_loading": "data_loading",
     "megatron.pp.recv_forward.linked": "communication",
     "megatron.p2p.recv_forward": "communication",
     "megatron.p2p.send_forward": "communication",
     "megatron.p2p.recv_backward": "communication",
     "megatron.p2p.send_backward": "communication",
+    "megatron.activation.offload": "activation_offload",
+    "megatron.activation.reload": "activation_offload",
     "megatron.grad_sync.start": "communication",
     "megatron.grad_sync.finish": "communication",
     "megatron.optimizer_step": "optimizer",
@@ -34,6 +41,8 @@ COMBINED = "megatron.p2p.combined"
 """True on the spans of one call that both sends and receives: they share its time, which counts once."""
 OVERLAPPED = "megatron.p2p.overlapped"
 """True where the call returned before the transfer was done: the span covers its launch."""
+RECOMPUTED = "megatron.recomputed"
+"""True on the spans of a layer's forward pass that the backward pass runs again, its activations not being kept."""
 FORWARD_ONLY = "megatron.forward_only"
 """True on a forward-backward pass without a backward pass."""
 ASYNC = "megatron.checkpoint.async"

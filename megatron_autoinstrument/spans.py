@@ -84,6 +84,7 @@ class Recorder:
         self._deferred: Record | None = None
         self._held: Record | None = None
         self._training_thread = 0
+        self._elsewhere: dict[int, Record] = {}  # what is running on other threads, by the thread
         self._waiting: deque[Record] = deque()
         self._background: list[Record] = []
         self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
@@ -104,8 +105,8 @@ class Recorder:
             self._training_thread = get_ident()
         elif parent.name == name:
             return None
-        elif get_ident() != self._training_thread:
-            return self._keep(Record(name, FREQUENT, parent, attributes, owned=False))
+        elif (thread := get_ident()) != self._training_thread:
+            return self._begin_elsewhere(thread, name, attributes)
         record = Record(name, kind, parent, attributes)
         if kind is LIVE:
             self._open(record)
@@ -138,6 +139,8 @@ class Recorder:
         now = time_ns()
         if record.owned:
             self.current = record.parent
+        else:
+            self._end_elsewhere(record)
         if attributes:
             record.attributes = {**record.attributes, **attributes} if record.attributes else attributes
         if error is not None:
@@ -150,6 +153,21 @@ class Recorder:
         """Closes `other` with the time, and the error, of `record`."""
         other.error = record.error
         other.end = record.end
+
+    def _begin_elsewhere(self, thread: int, name: str, attributes: dict[str, Any] | None) -> Record | None:
+        """Opens a record on another thread than the training one, such as autograd's. What runs there nests in
+        itself, and the outermost of it in what the training thread does."""
+        parent = self._elsewhere.get(thread, self.current)
+        if parent is not None and parent.name == name:
+            return None
+        record = self._elsewhere[thread] = self._keep(Record(name, FREQUENT, parent, attributes, owned=False))
+        return record
+
+    def _end_elsewhere(self, record: Record) -> None:
+        if record.parent is None or record.parent.owned:
+            self._elsewhere.pop(get_ident(), None)
+        else:
+            self._elsewhere[get_ident()] = record.parent
 
     def _keep(self, record: Record) -> Record:
         if len(self._waiting) < MAX_WAITING:
@@ -390,6 +408,7 @@ class Recorder:
         self._draining = threading.Lock()  # our thread may have held it
         self._waiting.clear()
         self._background.clear()
+        self._elsewhere.clear()
 
     def exit(self) -> None:
         """The process ends: closes what is open and exports it."""

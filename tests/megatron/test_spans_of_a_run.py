@@ -16,6 +16,7 @@ PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")
 OVERLAP = (*PIPELINE, "--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
 # Without a persistent worker Megatron 0.19 turns --async-save off again.
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 
 
@@ -30,6 +31,7 @@ class Scenario:
     steps: int = 6
     evaluations: int = 4  # two in the loop, one each on the validation and the test set after it
     more: tuple[str, ...] = field(default=())
+    recompute: bool = False  # every layer, in the backward pass
 
     @property
     def stages(self) -> int:
@@ -39,6 +41,11 @@ class Scenario:
     def microbatches(self) -> int:
         return 8 // 2 // self.data_parallel
 
+    @property
+    def layers(self) -> int:
+        """Of each chunk."""
+        return 4 // self.stages // self.chunks
+
 
 SCENARIOS = {
     "pipeline, saving": Scenario(PIPELINE, save="torch_dist"),
@@ -47,6 +54,7 @@ SCENARIOS = {
     "one rank, loading": Scenario((), ranks=1, load="one rank, saving", steps=2, evaluations=2),
     "interleaved": Scenario(INTERLEAVED, chunks=2),
     "overlapped gradients": Scenario(OVERLAP, ranks=4, data_parallel=2),
+    "recomputing": Scenario(PIPELINE + RECOMPUTE, recompute=True),
     "saving asynchronously": Scenario(PIPELINE, save="torch_dist", more=ASYNC),
 }
 
@@ -86,6 +94,7 @@ def expected(scenario: Scenario, stage: int) -> Counter[str]:
     passes = scenario.steps + scenario.evaluations * 2
     warmup_receives = min(scenario.stages - stage - 1, scenario.microbatches) + 1
     saves = 2 if scenario.save else 0
+    layers = (passed + trained * scenario.recompute) * scenario.chunks * scenario.layers
     counts = Counter(
         {
             "megatron.pretrain": 1,
@@ -98,6 +107,10 @@ def expected(scenario: Scenario, stage: int) -> Counter[str]:
             "megatron.evaluate.step": scenario.evaluations * 2,
             "megatron.microbatch.forward": passed * scenario.chunks,
             "megatron.microbatch.backward": trained * scenario.chunks,
+            "megatron.layer.forward": layers,
+            "megatron.layer.self_attention": layers,
+            "megatron.layer.mlp": layers,
+            "megatron.data_loading": passed * scenario.chunks,  # the tiny GPT's script has every chunk read
             # Each chunk passes on what it has, but for the first and the last of the model.
             "megatron.p2p.recv_forward": passed * (scenario.chunks - first),
             "megatron.p2p.send_forward": passed * (scenario.chunks - last),
@@ -137,11 +150,13 @@ def test_each_span_has_its_documented_parent(name):
         while above is not None:
             ancestors.append(above.name)
             above = above.parent
-        documented = DOCUMENTED_PARENT.get(span.name, "megatron.train")  # async_write is no documented span
+        documented = DOCUMENTED_PARENT.get(span.name, "megatron.train")  # for those beyond the guide
         if "megatron.evaluate.step" in ancestors[1:]:
             documented = "megatron.evaluate.step"  # what runs in an evaluation has no step around it
         elif span.name == "megatron.evaluate" and "megatron.train" not in ancestors:
             documented = "megatron.pretrain"  # after the training loop
+        elif span.name == "megatron.layer.forward" and span.attributes.get("megatron.recomputed"):
+            documented = "megatron.microbatch.backward"
         assert documented is None or documented in ancestors[1:], ancestors
 
 
@@ -187,6 +202,38 @@ def test_steps_and_microbatches_carry_the_numbers_that_megatron_prints():
             assert forward_backward.attributes["megatron.num_microbatches"] == 4
             forwards = [span for span in forward_backward.children if span.name == "megatron.microbatch.forward"]
             assert [span.attributes["megatron.microbatch_id"] for span in forwards] == [0, 1, 2, 3]
+
+
+@scenarios
+def test_each_layer_has_one_attention_and_one_mlp(name):
+    for layer in (span for span in run_of(name).spans if span.name == "megatron.layer.forward"):
+        assert [child.name for child in layer.children] == ["megatron.layer.self_attention", "megatron.layer.mlp"]
+        assert len({span.attributes.get("megatron.recomputed") for span in [layer, *layer.children]}) == 1
+
+
+@scenarios
+def test_layers_are_marked_as_recomputed_in_a_backward_pass_and_there_alone(name):
+    scenario, run = SCENARIOS[name], run_of(name)
+    for span in run.spans:
+        if span.name == "megatron.microbatch.forward":
+            layers = [child for child in span.children if child.name == "megatron.layer.forward"]
+            assert len(layers) == scenario.layers
+            assert not any("megatron.recomputed" in layer.attributes for layer in layers)
+        if span.name == "megatron.microbatch.backward":
+            layers = [child for child in span.children if child.name == "megatron.layer.forward"]
+            assert len(layers) == scenario.layers * scenario.recompute
+            assert all(layer.attributes["megatron.recomputed"] is True for layer in layers)
+
+
+def test_recomputing_gives_the_losses_of_a_run_without():
+    losses = [(iteration, loss) for iteration, loss, *_ in run_of("recomputing").losses]
+    assert losses == [(iteration, loss) for iteration, loss, *_ in plain_losses(*PIPELINE)]
+
+
+def test_a_microbatch_waits_for_its_batch():
+    for span in run_of("pipeline, saving").spans:
+        if span.name == "megatron.microbatch.forward":
+            assert next(child.name for child in span.children) == "megatron.data_loading"
 
 
 def test_a_combined_call_is_one_span_per_direction_with_the_same_times_and_marked():

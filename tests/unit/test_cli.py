@@ -12,7 +12,9 @@ from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER
 RECORDER.connect_by(lambda: sdk.connect({"traces": None}, None, {"dl.rank": 0}))
 for iteration in range(1, 4):
     step = RECORDER.begin("megatron.train_step", LIVE, {"megatron.iteration": iteration})
-    RECORDER.end(RECORDER.begin("megatron.microbatch.forward", FREQUENT, {"megatron.microbatch_id": 0}))
+    forward = RECORDER.begin("megatron.microbatch.forward", FREQUENT, {"megatron.microbatch_id": 0})
+    RECORDER.end(RECORDER.begin("megatron.layer.forward", FREQUENT))
+    RECORDER.end(forward)
     send = RECORDER.begin("megatron.p2p.send_forward", FREQUENT, {"megatron.p2p.combined": True})
     receive = RECORDER.beside(send, "megatron.p2p.recv_backward", {"megatron.p2p.combined": True})
     RECORDER.end(send)
@@ -25,17 +27,18 @@ print("trained")
 def test_show_runs_a_command_and_shows_one_of_its_steps(capfd):
     assert cli.main(["show", "--", sys.executable, "-c", PROGRAM]) == 0
     shown = capfd.readouterr().out
-    assert "12 spans from 1 rank, 3 training iterations." in shown
+    assert "15 spans from 1 rank, 3 training iterations." in shown
     assert "Iteration 2 as it ran" in shown
     assert "p2p.send_forward + recv_backward" in shown
     assert shown.count("recv_backward") == 1
     assert "microbatch.forward 0" in shown
+    assert "layer.forward" not in shown  # too fine for a page
 
 
 def test_show_asks_no_proxy_for_this_machine(capfd, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert cli.main(["show", "--", sys.executable, "-c", PROGRAM]) == 0
-    assert "12 spans from 1 rank" in capfd.readouterr().out
+    assert "15 spans from 1 rank" in capfd.readouterr().out
 
 
 def test_show_hands_on_the_commands_status_and_the_end_of_its_output(capfd):

@@ -92,6 +92,24 @@ def test_what_autograds_thread_does_belongs_under_what_the_training_thread_does(
     assert parent_of(got["megatron.grad_sync.start"], got) == "megatron.microbatch.backward"
 
 
+def test_a_record_that_a_fault_left_open_on_another_thread_adopts_nothing_later(recorder, exporter):
+    backward = recorder.begin("megatron.microbatch.backward", FREQUENT)
+
+    def recompute():
+        outer = recorder.begin("outer", FREQUENT)
+        recorder.begin("lost", FREQUENT)
+        recorder.end(outer)
+        recorder.end(recorder.begin("later", FREQUENT))
+
+    thread = threading.Thread(target=recompute)
+    thread.start()
+    thread.join()
+    recorder.end(backward)
+    got = finished(recorder, exporter)
+    assert parent_of(got["outer"], got) == parent_of(got["later"], got) == "megatron.microbatch.backward"
+    assert "lost" not in got
+
+
 def test_a_combined_call_gives_one_span_per_direction_with_the_same_times(recorder, exporter):
     step = recorder.begin("megatron.train_step", LIVE)
     send = recorder.begin("megatron.p2p.send_forward", FREQUENT)

@@ -1,0 +1,50 @@
+"""megatron/core/transformer/transformer_layer.py: a layer's forward pass, its attention and its MLP.
+
+Each of the two is all of that half of the layer: with its norm, dropout and residual, and attention with
+cross-attention too. A layer of a hybrid model that has only one of them passes through the other.
+`--overlap-moe-expert-parallel-comm` takes a layer apart: attention and MLP then come without the layer around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_autoinstrument import torch_state
+from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.semconv import RECOMPUTED
+from megatron_autoinstrument.spans import FREQUENT, RECORDER, Record
+
+_MODULE = "megatron.core.transformer.transformer_layer"
+_AGAIN = {RECOMPUTED: True}
+
+
+def layer_span(name: str) -> Callable[[Function, frozenset[str]], Hook]:
+    """One span for one call, marked where it is activation recomputation that runs the layer again."""
+
+    def hook(original: Function, groups: frozenset[str]) -> Hook:
+        is_capturing, in_backward = torch_state.is_capturing(), torch_state.in_backward()
+
+        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
+            if is_capturing():
+                return None
+            return RECORDER.begin(name, FREQUENT, _AGAIN if in_backward() else None)
+
+        def end(record: Record, result: Any, error: BaseException | None) -> None:
+            # torch.utils.checkpoint leaves a recomputation by an exception once it has what it needs: no fault.
+            if error is not None and type(error).__name__ == "_StopRecomputationError":
+                error = None
+            RECORDER.end(record, error)
+
+        return Hook(begin, end)
+
+    return hook
+
+
+SEAMS = (
+    Seam(_MODULE, "TransformerLayer.forward", {"layer"}, layer_span("megatron.layer.forward")),
+    Seam(_MODULE, "TransformerLayer._forward_attention", {"layer"}, layer_span("megatron.layer.self_attention")),
+    Seam(_MODULE, "TransformerLayer._forward_mlp", {"layer"}, layer_span("megatron.layer.mlp")),
+    # Calls the one above, unless CUDA graphs split it.
+    Seam(_MODULE, "MoETransformerLayer._forward_mlp", {"layer"}, layer_span("megatron.layer.mlp")),
+)
