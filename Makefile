@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up all they need in .venv. They want a Python >= 3.12, which Megatron's wheels are for.
 PYTHON ?= $(shell .ci/find-python)
 MEGATRON := 0.19.2
+OTHERS := 0.17.1 0.18.2
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find megatron_autoinstrument -name '*.py') pyproject.toml megatron_autoinstrument.pth README.md
@@ -23,10 +24,15 @@ test: lint test-unit test-megatron
 test-unit: $(VENV)/installed
 	$(BIN)/python -m pytest tests/unit
 
-test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest
+test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest $(OTHERS:%=$(VENV)/megatron-%)
 	$(BIN)/python -m pytest tests/megatron
 
+# All scenarios on every Megatron, and the unit tests on every Python.
 test-all: test test-matrix
+	for version in $(OTHERS); do \
+	  TEST_MEGATRON=$(CURDIR)/$(VENV)/megatron-$$version $(BIN)/python -m pytest tests/megatron \
+	    --ignore tests/megatron/test_versions.py --ignore tests/megatron/test_layers.py || exit 1; \
+	done
 
 # The unit tests on each supported Python that is here, with the oldest and the newest OpenTelemetry.
 test-matrix:
@@ -57,7 +63,11 @@ $(VENV)/installed: $(VENV)/tools $(SOURCES)
 
 $(VENV)/megatron: $(VENV)/tools
 	@echo "Installing torch and megatron-core $(MEGATRON): some minutes and 6 GB, once."
-	$(PIP) install torch megatron-core==$(MEGATRON) triton psutil
+	$(PIP) install torch megatron-core==$(MEGATRON) triton psutil pyyaml six
+	@touch $@
+
+$(VENV)/megatron-%: $(VENV)/megatron
+	$(PIP) install --no-deps --target $@ megatron-core==$*
 	@touch $@
 
 # Beside the newest, for PYTHONPATH: what opentelemetry-instrument was in the oldest supported release.

@@ -112,6 +112,7 @@ def _patch(wanted: frozenset[str]) -> None:
     from megatron_autoinstrument.targets import SEAMS, global_vars
 
     global_vars.when_known = _apply_flags
+    RECORDER.choose(wanted)
     LEDGER.install(SEAMS, wanted | {groups.FLAGS})
 
 

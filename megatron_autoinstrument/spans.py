@@ -188,6 +188,12 @@ class Recorder:
         self._ready = False
         return self.current
 
+    def choose(self, groups: frozenset[str]) -> None:
+        """The span groups that are on, known perhaps only since the deferred record began: a flag may leave it out."""
+        if self._deferred is not None and SPAN_GROUPS[self._deferred.name] not in groups:
+            self._deferred.kind = SILENT
+            self._deferred = None
+
     def settle(self) -> None:
         """The run's identity is known: connects, and opens the deferred record."""
         if not self._ready:

@@ -26,6 +26,9 @@ EVERYTHING = {"MEGATRON_OTEL_SPAN_GROUPS": "all", "MEGATRON_OTEL_RANK_STRATEGY":
 
 _TIMEOUT_S = 240
 
+# The Megatron that the tests are about: the one installed, or that in this folder.
+_MEGATRON = Path(os.environ["TEST_MEGATRON"]) if os.environ.get("TEST_MEGATRON") else None
+
 
 def _messages() -> re.Pattern[str]:
     """What a line of this package's log looks like: its logger's name, or the beginning of any of its messages."""
@@ -78,7 +81,7 @@ def train(
     script: Path = FIXTURES / "pretrain_tiny_gpt.py",
     environment: Mapping[str, str] = EVERYTHING,
     otel: Path | None = None,
-    megatron: Path | None = None,
+    megatron: Path | None = _MEGATRON,
     timeout_s: float = _TIMEOUT_S,
 ) -> Run:
     """Trains the tiny GPT under torchrun.

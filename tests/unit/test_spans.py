@@ -138,6 +138,15 @@ def test_a_deferred_span_opens_with_the_next_one_and_starts_when_it_was_called(r
     assert got["megatron.model_init"].start_time - got["megatron.pretrain"].start_time >= 10_000_000
 
 
+def test_a_deferred_span_whose_group_turns_out_to_be_off_is_none(recorder, exporter):
+    run = recorder.begin_deferred("megatron.pretrain")
+    recorder.choose(frozenset({"step"}))
+    step = recorder.begin("megatron.train_step", LIVE)
+    recorder.end(step)
+    recorder.end(run)
+    assert set(finished(recorder, exporter)) == {"megatron.train_step"}
+
+
 def test_a_deferred_span_is_recorded_also_when_nothing_follows(recorder, exporter):
     run = recorder.begin_deferred("megatron.pretrain")
     recorder.end(run, RuntimeError("no data"))
