@@ -52,6 +52,7 @@ class Seam:
         groups: The span groups that need it. It is left alone unless one of them is on.
         hook: Makes the hook for an original function; told the groups that are on.
         home: The module that defines the function, where that is another one.
+        unless: Another path in the module. Where it exists, it takes this function's place, which is left alone.
     """
 
     module: str
@@ -59,6 +60,7 @@ class Seam:
     groups: Set[str]
     hook: Callable[[Function, frozenset[str]], Hook]
     home: str | None = None
+    unless: str | None = None
 
 
 class _Patch:
@@ -205,6 +207,8 @@ class Ledger:
 
     def _patch_module(self, module: ModuleType) -> None:
         for seam in self._wanted.get(module.__name__, ()):
+            if seam.unless is not None and hasattr(module, seam.unless):
+                continue
             try:
                 holder, name, original = wrapt.resolve_path(module, seam.path)
             except AttributeError:

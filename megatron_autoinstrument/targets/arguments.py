@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from megatron_autoinstrument.groups import FLAGS, GROUPS, PRESETS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
 
 _MODULE = "megatron.training.arguments"
-_ALL_ARGUMENTS = "add_megatron_arguments"  # from core 0.12 on
 
 # A default of None, so that Megatron's `args_defaults` can set them.
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -25,10 +22,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _adding(where: str, original: Function, groups: frozenset[str]) -> Hook:
-    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> bool | None:
-        later = where != _ALL_ARGUMENTS and hasattr(sys.modules[_MODULE], _ALL_ARGUMENTS)
-        return None if later else True
+def _adding(original: Function, groups: frozenset[str]) -> Hook:
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
+        return True
 
     def end(token: Any, parser: Any, error: BaseException | None) -> None:
         # Where Megatron has them, its own stay.
@@ -41,7 +37,8 @@ def _adding(where: str, original: Function, groups: frozenset[str]) -> Hook:
     return Hook(begin, end)
 
 
-SEAMS = tuple(
-    Seam(_MODULE, function, {FLAGS}, partial(_adding, function))
-    for function in (_ALL_ARGUMENTS, "_add_network_size_args")
+SEAMS = (
+    Seam(_MODULE, "add_megatron_arguments", {FLAGS}, _adding),
+    # Before core 0.12: the first of those that add to the parser.
+    Seam(_MODULE, "_add_network_size_args", {FLAGS}, _adding, unless="add_megatron_arguments"),
 )

@@ -1,11 +1,13 @@
 """megatron/core/pipeline_parallel/p2p_communication.py: sends and receives between pipeline stages.
 
 A call that does several of them at once (1F1B's steady state, and all of the interleaved schedule) gives one span per
-direction, with the call's times.
+direction, with the call's times. Before core 0.14 the methods of `P2PCommunicator` were functions of the module.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from megatron_autoinstrument.spans import FREQUENT, RECORDER, Record
 from megatron_autoinstrument.targets import schedules
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
+_PARALLEL_STATE = "megatron.core.parallel_state"
 
 
 def _unless(value: Any) -> bool:
@@ -60,7 +63,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, str, Callable[[Any], bool]], ...]] = {
 
 def _operation(operation: str, original: Function, groups: frozenset[str]) -> Hook:
     directions = [
-        (f"megatron.p2p.{direction}", argument(original, parameter), test)
+        (f"megatron.p2p.{direction}", _reader(original, parameter), test)
         for direction, parameter, test in _OPERATIONS[operation]
     ]
     overlap = argument(original, "overlap_p2p_comm")
@@ -70,7 +73,7 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
         names = [name for name, read, test in directions if test(read(args, kwargs))]
         if not names:
             return None
-        linked = _begin_linked(args[0]) if may_be_linked else None
+        linked = _begin_linked(*_stage(args)) if may_be_linked else None
         attributes = {}
         if len(names) > 1:
             attributes[COMBINED] = True
@@ -92,7 +95,24 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
     return Hook(begin, end)
 
 
-def _begin_linked(communicator: Any) -> Record | None:
+def _reader(original: Function, parameter: str) -> Callable[[Arguments, Mapping[str, Any]], Any]:
+    """Reads `parameter` from a call. Before core 0.13 the function found out itself whether its stage is at an end."""
+    if parameter in ("is_first_stage", "is_last_stage") and parameter not in inspect.signature(original).parameters:
+        at_an_end = getattr(sys.modules[_PARALLEL_STATE], parameter.replace("is_", "is_pipeline_"))
+        return lambda args, kwargs: at_an_end()
+    return argument(original, parameter)
+
+
+def _stage(args: Arguments) -> tuple[int, int]:
+    """The stage of this rank, and the number of stages."""
+    group = getattr(args[0], "pp_group", None)
+    if group is not None:
+        return group.rank(), group.size()
+    state = sys.modules[_PARALLEL_STATE]
+    return state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+
+
+def _begin_linked(stage: int, stages: int) -> Record | None:
     """`megatron.pp.recv_forward.linked`: the warm-up receives of the non-interleaved schedule, and the one before
     its steady state. A pass with a backward makes no other plain receive; one without goes on making them."""
     run = schedules.running
@@ -100,7 +120,6 @@ def _begin_linked(communicator: Any) -> Record | None:
         return None
     microbatch = run.received
     run.received += 1
-    stage, stages = communicator.pp_group.rank(), communicator.pp_group.size()
     warmup = min(stages - stage - 1, run.num_microbatches)
     if microbatch > warmup:
         return None
@@ -111,5 +130,10 @@ def _begin_linked(communicator: Any) -> Record | None:
 
 
 SEAMS = tuple(
-    Seam(_MODULE, f"P2PCommunicator.{name}", {"communication"}, partial(_operation, name)) for name in _OPERATIONS
+    seam
+    for name in _OPERATIONS
+    for seam in (
+        Seam(_MODULE, f"P2PCommunicator.{name}", {"communication"}, partial(_operation, name), unless=name),
+        Seam(_MODULE, name, {"communication"}, partial(_operation, name), unless="P2PCommunicator"),
+    )
 )

@@ -239,6 +239,14 @@ def test_a_seam_that_does_not_exist_is_reported_once_and_costs_nothing_else(ledg
     ]
 
 
+def test_a_function_that_a_newer_one_replaced_is_left_alone_without_a_word(ledger, module, hook, caplog):
+    caplog.set_level(logging.INFO)
+    original = module.step
+    ledger.install([seam("step", hook, unless="Communicator"), seam("gone", hook, unless="Communicator")], ALL)
+    assert module.step is original
+    assert not caplog.records
+
+
 class Reluctant(types.ModuleType):
     """A module that refuses to have one of its names set."""
 
