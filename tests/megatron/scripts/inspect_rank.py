@@ -31,7 +31,6 @@ def report():
                 "ledger": len(instrumentor.LEDGER._replacements),
                 "provider": type(trace.get_tracer_provider()).__name__,
                 "threads": sorted(thread.name for thread in threading.enumerate()),
-                "targets": "megatron_autoinstrument.targets" in sys.modules,
                 "sdk": "opentelemetry.sdk.trace" in sys.modules,
             }
         ),
