@@ -1,0 +1,127 @@
+import math
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from megatron_autoinstrument import metrics
+from megatron_autoinstrument.groups import METRICS
+from megatron_autoinstrument.targets import training
+
+
+@pytest.fixture
+def reader():
+    return InMemoryMetricReader()
+
+
+@pytest.fixture
+def meter(reader):
+    return MeterProvider(metric_readers=[reader]).get_meter("test")
+
+
+def points(reader):
+    data = reader.get_metrics_data()
+    found = {}
+    for scope in data.resource_metrics[0].scope_metrics if data and data.resource_metrics else ():
+        for metric in scope.metrics:
+            for point in metric.data.data_points:
+                found[metric.name] = point.sum if hasattr(point, "sum") else point.value
+    return found
+
+
+def test_what_is_no_finite_number_poisons_no_instrument(reader, meter):
+    for value in (100.0, math.nan, math.inf, -math.inf, None, 50.0):
+        metrics.record(meter, dict.fromkeys(metrics.INSTRUMENTS, value))
+    found = points(reader)
+    assert set(found) == set(metrics.INSTRUMENTS)
+    assert found["megatron.training.step_duration_ms"] == found["megatron.training.skipped_iters"] == 150.0
+    assert found["megatron.training.loss"] == 50.0
+
+
+class Tensor(float):
+    """A number that must be asked for."""
+
+    def item(self):
+        return float(self)
+
+    def __add__(self, other):
+        return Tensor(float(self) + float(other))
+
+
+def training_log(
+    loss_dict,
+    total_loss_dict,
+    learning_rate,
+    iteration,
+    loss_scale,
+    report_memory_flag,
+    skipped_iter,
+    grad_norm,
+    params_norm,
+    num_zeros_in_grad,
+    max_attention_logit,
+    is_first_iteration=False,
+):
+    pass
+
+
+@pytest.fixture
+def log(monkeypatch, fake_module, recorder, meter):
+    """Calls the hook as Megatron calls `training_log`, with --log-interval 2 and 4 s for an interval."""
+    arguments = type("Args", (), {"log_interval": 2, "micro_batch_size": 2, "data_parallel_size": 4, "seq_length": 10})
+    fake_module("megatron.training.global_vars")._GLOBAL_ARGS = arguments
+    fake_module("megatron.core.num_microbatches_calculator").get_num_microbatches = lambda: 5
+    monkeypatch.setattr(training, "RECORDER", recorder)
+    monkeypatch.setattr(type(recorder), "meter", property(lambda self: meter))
+    monkeypatch.setattr(training, "_skipped_iterations", 0)
+    monkeypatch.setattr(training, "_loss_name", None)
+    hook = training._training_log(training_log, frozenset({METRICS, "step"}))
+    totals = {}
+
+    def call(iteration, loss, skipped=0, grad_norm=1.5, learning_rate=0.1):
+        losses = {"lm loss": Tensor(loss)} if loss is not None else {}
+        args = (losses, totals, learning_rate, iteration, 1.0, False, skipped, grad_norm, None, None, None)
+        token = hook.begin(args, {})
+        totals["advanced iterations"] = totals.get("advanced iterations", 0) + (not skipped)
+        totals["skipped iterations"] = totals.get("skipped iterations", 0) + skipped
+        if losses and not skipped:
+            totals["lm loss"] = totals.get("lm loss", Tensor(0)) + losses["lm loss"]
+        if training.logging_now is not None:
+            training.logging_now.elapsed_s = 4.0
+            training.logging_now.tflops = 300.0
+        hook.end(token, None, None)
+        if iteration % 2 == 0:
+            totals.clear()
+
+    return call
+
+
+def test_the_averages_of_an_interval_are_megatrons(log, reader):
+    log(1, 3.0)
+    assert points(reader) == {}
+    log(2, 4.0)
+    found = points(reader)
+    assert found["megatron.training.loss"] == 3.5
+    assert found["megatron.training.step_duration_ms"] == 2000.0
+    assert found["megatron.training.tokens_per_sec"] == 2 * 4 * 10 * 5 / 2.0
+    assert found["megatron.training.throughput_tflops"] == 300.0
+    assert found["megatron.training.learning_rate"] == 0.1
+    assert found["megatron.training.grad_norm"] == 1.5
+
+
+def test_skipped_iterations_are_counted_once_and_left_out_of_the_loss(log, reader):
+    log(1, 9.0, skipped=1)
+    log(2, 4.0)
+    assert points(reader)["megatron.training.loss"] == 4.0
+    assert points(reader)["megatron.training.skipped_iters"] == 1
+    log(3, 9.0, skipped=1)
+    log(4, 9.0, skipped=1)
+    assert points(reader)["megatron.training.skipped_iters"] == 3
+
+
+def test_what_a_rank_does_not_hold_is_not_recorded(log, reader):
+    log(1, None, grad_norm=None)
+    log(2, None, grad_norm=None, learning_rate=None)
+    assert not {"megatron.training.loss", "megatron.training.grad_norm", "megatron.training.learning_rate"} & set(
+        points(reader)
+    )
