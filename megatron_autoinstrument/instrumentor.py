@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
-from megatron_autoinstrument import autoload, config, groups, patching, ranks
+from megatron_autoinstrument import autoload, config, groups, native, patching, ranks
 from megatron_autoinstrument.spans import RECORDER
 
 if TYPE_CHECKING:
@@ -86,6 +86,14 @@ def _install(given: Mapping[str, Any]) -> None:
     }
     helper = ranks.is_helper_process()
     if settings.enabled is False or not wanted or helper or not ranks.exports(place, settings):
+        _patch(frozenset())
+        return
+    if native.is_on():
+        if place.rank == 0:
+            _logger.warning(
+                "Megatron's own telemetry (nemo-lens) is on: it records this run, and megatron-autoinstrument stands "
+                "aside. To have the spans of Megatron's guide instead, uninstall nemo-lens."
+            )
         _patch(frozenset())
         return
 

@@ -88,7 +88,7 @@ def test_instrument_before_import(megatron, monkeypatch, tmp_path, provider, exp
     assert spans(exporter) == ["megatron.train_step"]
     megatron.uninstrument()
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
-        monkeypatch.delitem(sys.modules, name)
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +220,32 @@ def test_the_flag_alone_turns_on_what_was_only_waiting_for_flags(
     sys.modules["megatron.training.global_vars"].set_args(parse(arguments, "--otel-enabled"))
     assert (training.train_step is not original) == patched
     instrumentor.LEDGER.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("folders", "environment", "stands_aside"),
+    [
+        (["megatron/core/telemetry", "nemo/lens"], {"MEGATRON_OTEL_ENABLED": "1"}, True),
+        (["megatron/core/telemetry", "nemo/lens"], {"NEMO_LENS_ENABLED": "1"}, True),
+        (["megatron/core/telemetry", "nemo/lens"], {}, False),  # it is there, and off
+        (["megatron/core/telemetry"], {"MEGATRON_OTEL_ENABLED": "1"}, False),
+        (["megatron/core", "nemo/lens"], {"MEGATRON_OTEL_ENABLED": "1"}, False),  # a release
+    ],
+)
+def test_it_stands_aside_for_megatrons_own_telemetry_and_says_so_once(
+    megatron, monkeypatch, tmp_path, training, provider, caplog, folders, environment, stands_aside
+):
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        package = tmp_path / folder.partition("/")[0]
+        (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    original = training.train_step
+    megatron.instrument(tracer_provider=provider)
+    assert (training.train_step is original) == stands_aside
+    assert ["stands aside" in record.getMessage() for record in caplog.records] == [True] * stands_aside
 
 
 def test_seams_are_told_apart_and_each_names_groups_that_exist():

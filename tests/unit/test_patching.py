@@ -194,7 +194,7 @@ def test_such_a_function_can_be_pickled_also_where_the_module_is_imported_later(
     ledger.uninstall()
     assert not hasattr(toolkit.serialization.save, "__wrapped__")
     for name in ("uses_toolkit", "toolkit", "toolkit.serialization"):
-        monkeypatch.delitem(sys.modules, name)
+        sys.modules.pop(name, None)
 
 
 def test_only_seams_of_groups_that_are_on_are_patched(ledger, module, hook):
@@ -206,7 +206,7 @@ def test_only_seams_of_groups_that_are_on_are_patched(ledger, module, hook):
 def test_a_module_imported_later_is_patched_when_it_is(ledger, hook, calls, tmp_path, monkeypatch):
     (tmp_path / "imported_later.py").write_text("def step(): return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "imported_later", raising=False)
+    sys.modules.pop("imported_later", None)
     ledger.install([seam("step", hook, module="imported_later")], ALL)
     import imported_later
 
@@ -215,7 +215,7 @@ def test_a_module_imported_later_is_patched_when_it_is(ledger, hook, calls, tmp_
     ledger.uninstall()
     assert imported_later.step() == 1
     assert len(calls) == 2
-    monkeypatch.delitem(sys.modules, "imported_later")
+    sys.modules.pop("imported_later", None)
 
 
 def test_a_module_imported_after_uninstall_is_left_alone(ledger, hook, calls, tmp_path, monkeypatch):
@@ -226,7 +226,7 @@ def test_a_module_imported_after_uninstall_is_left_alone(ledger, hook, calls, tm
     import imported_too_late
 
     assert not hasattr(imported_too_late.step, "__wrapped__")
-    monkeypatch.delitem(sys.modules, "imported_too_late")
+    sys.modules.pop("imported_too_late", None)
 
 
 def test_a_seam_that_does_not_exist_is_reported_once_and_costs_nothing_else(ledger, module, hook, caplog):
@@ -300,7 +300,7 @@ def test_a_failure_inside_megatrons_import_reaches_the_log_and_not_the_import(
 
     assert not hasattr(imported_badly.step, "__wrapped__")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    monkeypatch.delitem(sys.modules, "imported_badly")
+    sys.modules.pop("imported_badly", None)
 
 
 def test_there_is_one_wrapper_per_seam_for_the_life_of_the_process(ledger, module, hook, calls):

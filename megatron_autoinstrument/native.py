@@ -1,0 +1,25 @@
+"""Megatron's own telemetry, which its main branch has and no release up to core 0.19: whether it is at work here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+from megatron_autoinstrument import config
+
+
+def is_on() -> bool:
+    """Whether this Megatron has spans of its own (`megatron.core.telemetry`), can record them (nemo-lens is installed),
+    and is asked to. Nothing is imported: Megatron may be about to be."""
+    asked = config.enabled(warn=False) or "--otel-enabled" in sys.argv
+    return bool(asked) and _has("megatron", "core", "telemetry") and _has("nemo", "lens")
+
+
+def _has(package: str, *inside: str) -> bool:
+    # A look at the folders: to find a submodule, find_spec would import its parents.
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return any(os.path.isdir(os.path.join(path, *inside)) for path in (spec and spec.submodule_search_locations) or ())
