@@ -21,6 +21,14 @@ _logger = logging.getLogger(__name__)
 LEDGER = patching.Ledger()
 
 _PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
+_ASIDE = (
+    "Megatron's own telemetry (nemo-lens) is on: it records this run, and megatron-autoinstrument stands aside. "
+    "To have the spans of Megatron's guide instead, uninstall nemo-lens."
+)
+_SHUT_DOWN = (
+    "nemo-lens is installed and off: at the end of training it shuts OpenTelemetry's providers down all the same, and "
+    "the last spans are lost. Uninstall it, or set MEGATRON_OTEL_ENABLED=1 for Megatron's own spans."
+)
 _FLAGS = ("--otel-span-groups", "--otel-service-name")
 
 
@@ -88,14 +96,13 @@ def _install(given: Mapping[str, Any]) -> None:
     if settings.enabled is False or not wanted or helper or not ranks.exports(place, settings):
         _patch(frozenset())
         return
-    if native.is_on():
+    if native.is_here():
+        aside = native.is_asked_for()
         if place.rank == 0:
-            _logger.warning(
-                "Megatron's own telemetry (nemo-lens) is on: it records this run, and megatron-autoinstrument stands "
-                "aside. To have the spans of Megatron's guide instead, uninstall nemo-lens."
-            )
-        _patch(frozenset())
-        return
+            _logger.warning(_ASIDE if aside else _SHUT_DOWN)
+        if aside:
+            _patch(frozenset())
+            return
 
     def connect() -> Connection:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.

@@ -1,4 +1,4 @@
-"""Megatron's own telemetry, which its main branch has and no release up to core 0.19: whether it is at work here."""
+"""Megatron's own telemetry, which its main branch has and no release up to core 0.19: whether it is in our way."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import sys
 from megatron_autoinstrument import config
 
 
-def is_on() -> bool:
-    """Whether this Megatron has spans of its own (`megatron.core.telemetry`), can record them (nemo-lens is installed),
-    and is asked to. Nothing is imported: Megatron may be about to be."""
-    asked = config.enabled(warn=False) or "--otel-enabled" in sys.argv
-    return bool(asked) and _has("megatron", "core", "telemetry") and _has("nemo", "lens")
+def is_here() -> bool:
+    """Whether this Megatron has spans of its own (`megatron.core.telemetry`) and what they need (nemo-lens) is
+    installed. Nothing is imported: Megatron may be about to be."""
+    return _has("megatron", "core", "telemetry") and _has("nemo", "lens")
+
+
+def is_asked_for() -> bool:
+    """Whether it is turned on: by the same variable as we are, or by its flag."""
+    return bool(config.enabled(warn=False)) or "--otel-enabled" in sys.argv
 
 
 def _has(package: str, *inside: str) -> bool:
