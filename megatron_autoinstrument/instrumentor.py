@@ -26,8 +26,8 @@ _ASIDE = (
     "To have the spans of Megatron's guide instead, uninstall nemo-lens."
 )
 _SHUT_DOWN = (
-    "nemo-lens is installed and off: at the end of training it shuts OpenTelemetry's providers down all the same, and "
-    "the last spans are lost. Uninstall it, or set MEGATRON_OTEL_ENABLED=1 for Megatron's own spans."
+    "nemo-lens is installed and off: at the end of training it shuts OpenTelemetry's providers down all the same, "
+    "before megatron.pretrain has ended. Uninstall it, or set MEGATRON_OTEL_ENABLED=1 for Megatron's own spans."
 )
 _FLAGS = ("--otel-span-groups", "--otel-service-name")
 

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
@@ -48,10 +49,17 @@ class Connection:
         self.tracer: trace.Tracer = providers.get(TRACES, trace.NoOpTracerProvider()).get_tracer(SCOPE, __version__)
         self.meter: metrics.Meter = providers.get(METRICS, metrics.NoOpMeterProvider()).get_meter(SCOPE, __version__)
         self.log_handler = _log_handler(providers[LOGS]) if LOGS in providers else None
+        self.closed = False  # somebody shut the tracer provider down
         theirs = [provider for provider in providers.values() if provider not in _ours.values()]
         self.exit_timeout_s = _THEIRS_EXIT_TIMEOUT_S if theirs else _OURS_EXIT_TIMEOUT_S
         ids.keep_random_state(self.tracer)
         ids.keep_random_state_in_retries()
+
+    def watch(self, hand_on: Callable[[], None]) -> None:
+        """Has `hand_on` called whenever somebody flushes the tracer provider, and notices when it is shut down."""
+        provider = self._providers.get(TRACES)
+        if isinstance(provider, sdk_trace.TracerProvider):
+            provider.add_span_processor(_Watch(weakref.ref(self), hand_on))
 
     def flush_spans(self) -> None:
         """Asks the tracer provider to export what it holds. The API's own providers have no such thing."""
@@ -66,6 +74,21 @@ class Connection:
         """Shuts the providers down that are ours; somebody else's are theirs to shut down."""
         for provider in _ours.values():
             _ask(provider, "shutdown")
+
+
+class _Watch(sdk_trace.SpanProcessor):
+    def __init__(self, connection: weakref.ref[Connection], hand_on: Callable[[], None]) -> None:
+        self._connection = connection
+        self._hand_on = hand_on
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        if self._connection() is not None:
+            self._hand_on()
+        return True
+
+    def shutdown(self) -> None:
+        if (connection := self._connection()) is not None:
+            connection.closed = True
 
 
 def connect(

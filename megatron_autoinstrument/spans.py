@@ -217,6 +217,7 @@ class Recorder:
     def _get_ready(self) -> None:
         if self._connect is not None:
             self._connection = self._connect()
+            self._connection.watch(lambda: self.drain(wait=False))
             self._connect = None
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
@@ -244,7 +245,12 @@ class Recorder:
         if held is not None and held.span is not None:
             if attributes:
                 held.span.set_attributes(attributes)
-            held.span.end(held.end)
+            self._end(held.span, held.end)
+
+    def _end(self, span: trace.Span, end: int | None) -> None:
+        span.end(end)
+        if self._connection is not None and self._connection.closed:
+            self.dropped += 1
 
     def _close(self, record: Record, now: int, hold: bool) -> None:
         if record is self._deferred:
@@ -261,7 +267,7 @@ class Recorder:
         if hold:
             self._held = record
         else:
-            span.end(now)
+            self._end(span, now)
 
     def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
         """What a span says of an exception: all of it where it was raised, its type on the spans around."""
@@ -321,13 +327,16 @@ class Recorder:
                 if final:
                     self._connection.shutdown()
 
-    def drain(self, final: bool = False) -> None:
+    def drain(self, final: bool = False, wait: bool = True) -> None:
         """Hands the closed records on. Any thread may call it; the training thread has no need to.
 
         Args:
             final: Whether to give up those that are still open.
+            wait: Whether to wait for another thread that does so already.
         """
-        with self._draining:
+        if not self._draining.acquire(blocking=wait):
+            return
+        try:
             while self._waiting:
                 record = self._waiting[0]
                 if record.end is None:
@@ -345,9 +354,11 @@ class Recorder:
                 self._handed += 1
                 if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
                     self._connection.flush_spans()
+        finally:
+            self._draining.release()
 
     def _emit(self, record: Record) -> None:
-        if self._connection is None:
+        if self._connection is None or self._connection.closed:
             self.dropped += 1
             return
         parent = record.parent.context if record.parent is not None else None
@@ -398,7 +409,8 @@ class Recorder:
             )
         if lost:
             _logger.warning(
-                "%d spans were dropped: more than %d waited to be exported, or they could not be closed or handed on.",
+                "%d spans were dropped: more than %d waited to be exported, or they could not be closed or handed on, "
+                "or OpenTelemetry had been shut down before.",
                 lost,
                 MAX_WAITING,
             )

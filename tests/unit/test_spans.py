@@ -240,7 +240,8 @@ def test_records_beyond_the_bound_are_dropped_counted_and_reported(recorder, exp
     assert recorder.flush()
     assert len(exporter.get_finished_spans()) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "3 spans were dropped: more than 2 waited to be exported, or they could not be closed or handed on."
+        "3 spans were dropped: more than 2 waited to be exported, or they could not be closed or handed on, or "
+        "OpenTelemetry had been shut down before."
     ]
 
 
@@ -402,3 +403,22 @@ def test_a_held_span_that_nobody_asks_for_ends_with(recorder, exporter, what):
     else:
         recorder.exit()
     assert exporter.get_finished_spans()[0].name == "megatron.train_step"
+
+
+def test_whoever_flushes_the_provider_gets_what_waits_for_our_thread_too(recorder, provider, exporter, monkeypatch):
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    provider.force_flush()
+    assert len(exporter.get_finished_spans()) == 1
+    with recorder._draining:
+        provider.force_flush()  # no one waits for our thread, which may be flushing itself
+
+
+def test_what_comes_after_somebody_shut_the_provider_down_is_counted(recorder, provider, caplog):
+    train = recorder.begin("megatron.train", LIVE)
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    provider.force_flush()
+    provider.shutdown()
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    recorder.end(train)
+    recorder.exit()
+    assert "2 spans were dropped" in caplog.text
