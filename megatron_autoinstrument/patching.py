@@ -163,7 +163,7 @@ class Ledger:
             for module in loaded:
                 self._patch_module(module)
             if loaded:
-                self._rebind({id(patch.original): patch.wrapper for patch in self._live()})
+                self._rebind_to_wrappers()
             for name in self._wanted.keys() - sys.modules.keys() - self._watched:
                 self._watched.add(name)
                 wrapt.register_post_import_hook(self._on_import, name)
@@ -190,15 +190,12 @@ class Ledger:
         for patch in self._patches.values():
             patch.hook = None
 
-    def _live(self) -> list[_Patch]:
-        return [patch for patch in self._patches.values() if patch.hook is not None]
-
     def _on_import(self, module: ModuleType) -> None:
         # Runs inside the application's import statement.
         try:
             self._patch_module(module)
             if any(seam.home for seam in self._wanted.get(module.__name__, ())):
-                self._rebind({id(patch.original): patch.wrapper for patch in self._live()})
+                self._rebind_to_wrappers()
         except Exception:
             if reraise_internal_errors:
                 raise
@@ -253,6 +250,9 @@ class Ledger:
                 return ours[id(below)]
             below = getattr(below, "__wrapped__", None)
         return _Patch(seam, function)
+
+    def _rebind_to_wrappers(self) -> None:
+        self._rebind({id(patch.original): patch.wrapper for patch in self._patches.values() if patch.hook is not None})
 
     def _rebind(self, new: Mapping[int, Any]) -> None:
         """Gives names made by `from X import f` the function that X has now."""

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from megatron_autoinstrument.patching import Seam
-from megatron_autoinstrument.targets import (
-    arguments,
-    async_utils,
-    checkpointing,
-    distributed_data_parallel,
-    fine_grained_activation_offload,
-    global_vars,
-    logging,
-    mamba_layer,
-    one_logger_utils,
-    optimizer,
-    p2p_communication,
-    param_and_grad_buffer,
-    rerun_state_machine,
-    schedules,
-    serialization,
-    timers,
-    training,
-    transformer_layer,
-)
 
 _TARGETS = (
-    arguments,
-    async_utils,
-    checkpointing,
-    distributed_data_parallel,
-    fine_grained_activation_offload,
-    global_vars,
-    logging,
-    mamba_layer,
-    one_logger_utils,
-    optimizer,
-    p2p_communication,
-    param_and_grad_buffer,
-    rerun_state_machine,
-    schedules,
-    serialization,
-    timers,
-    training,
-    transformer_layer,
+    "arguments",
+    "async_utils",
+    "checkpointing",
+    "distributed_data_parallel",
+    "fine_grained_activation_offload",
+    "global_vars",
+    "logging",
+    "mamba_layer",
+    "one_logger_utils",
+    "optimizer",
+    "p2p_communication",
+    "param_and_grad_buffer",
+    "rerun_state_machine",
+    "schedules",
+    "serialization",
+    "timers",
+    "training",
+    "transformer_layer",
 )
 
-SEAMS: tuple[Seam, ...] = tuple(seam for target in _TARGETS for seam in target.SEAMS)
+SEAMS: tuple[Seam, ...] = tuple(seam for name in _TARGETS for seam in import_module(f"{__name__}.{name}").SEAMS)

@@ -16,12 +16,11 @@ _MODULE = "megatron.core.pipeline_parallel.schedules"
 class Pass:
     """A schedule's run, as far as the receives inside it need to know it."""
 
-    __slots__ = ("forward_only", "interleaved", "num_microbatches", "received")
+    __slots__ = ("interleaved", "num_microbatches", "received")
 
-    def __init__(self, interleaved: bool, num_microbatches: int, forward_only: bool) -> None:
+    def __init__(self, interleaved: bool, num_microbatches: int) -> None:
         self.interleaved = interleaved
         self.num_microbatches = num_microbatches
-        self.forward_only = forward_only
         self.received = 0  # calls of recv_forward so far
 
 
@@ -38,19 +37,19 @@ def _schedule(schedule: str, original: Function, groups: frozenset[str]) -> Hook
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record, Pass | None] | None:
         global running
         # Every version takes these by keyword alone.
-        num_microbatches, forward_only = kwargs["num_microbatches"], bool(kwargs.get("forward_only"))
+        num_microbatches = kwargs["num_microbatches"]
         if (current := RECORDER.current) is not None and current.name == "megatron.evaluate":
             if kwargs.get("collect_non_loss_data"):
                 return None  # one more pass after the last step, on the last rank alone
             record = RECORDER.begin("megatron.evaluate.step", evaluation_kind)
         else:
             attributes = {"megatron.num_microbatches": num_microbatches}
-            if forward_only:
+            if kwargs.get("forward_only"):
                 attributes[FORWARD_ONLY] = True
             record = RECORDER.begin("megatron.forward_backward", iteration_kind, attributes)
         if record is None:
             return None
-        outer, running = running, Pass(interleaved, num_microbatches, forward_only)
+        outer, running = running, Pass(interleaved, num_microbatches)
         return record, outer
 
     def end(token: tuple[Record, Pass | None], result: Any, error: BaseException | None) -> None:
