@@ -79,6 +79,7 @@ def test_a_wrapper_hands_through_arguments_results_and_exceptions(ledger, fake_m
 
 @pytest.mark.parametrize("path", ["step", "Communicator.send", "Communicator.static", "Communicator.cls"])
 def test_a_wrapper_behaves_as_its_original_to_copy_pickle_and_inspect(ledger, fake_module, hook, path):
+    fake_module("megatron")  # pickle looks for the package first
     module = fake_module("megatron.fake", SOURCE)
     vars(module)["__name__"] = "megatron.fake"
     exec(SOURCE, vars(module))  # again, so that its functions know their module
@@ -102,6 +103,7 @@ def test_a_wrapper_behaves_as_its_original_to_copy_pickle_and_inspect(ledger, fa
 
 
 def test_bound_methods_of_one_object_are_equal_and_can_be_copied_and_pickled(ledger, fake_module, hook):
+    fake_module("megatron")  # pickle looks for the package first
     module = fake_module("megatron.fake", SOURCE)
     vars(module)["__name__"] = "megatron.fake"
     exec(SOURCE, vars(module))
