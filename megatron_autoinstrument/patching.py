@@ -52,7 +52,8 @@ class Seam:
         groups: The span groups that need it. It is left alone unless one of them is on.
         hook: Makes the hook for an original function; told the groups that are on.
         home: The module that defines the function, where that is another one.
-        unless: Another path in the module. Where it exists, it takes this function's place, which is left alone.
+        unless: Another path in the module, or in the module before a colon. Where it exists, it takes this function's
+            place, which is left alone.
     """
 
     module: str
@@ -138,6 +139,16 @@ def _can_wrap(holder: Any, original: Any) -> bool:
     return callable(original) and not inspect.isclass(original)
 
 
+def _exists(module: ModuleType, path: str) -> bool:
+    """Whether a seam's `unless` does. It counts as existing where it can't be told: its module isn't ready."""
+    elsewhere, _, path = path.rpartition(":")
+    holders, _, name = path.rpartition(".")
+    holder: Any = sys.modules.get(elsewhere) if elsewhere else module
+    for part in filter(None, holders.split(".")):
+        holder = getattr(holder, part, None)
+    return holder is None or hasattr(holder, name)
+
+
 class Ledger:
     """Everything of Megatron that is replaced now."""
 
@@ -204,7 +215,7 @@ class Ledger:
 
     def _patch_module(self, module: ModuleType) -> None:
         for seam in self._wanted.get(module.__name__, ()):
-            if seam.unless is not None and hasattr(module, seam.unless):
+            if seam.unless is not None and _exists(module, seam.unless):
                 continue
             try:
                 holder, name, original = wrapt.resolve_path(module, seam.path)
@@ -213,6 +224,8 @@ class Ledger:
             if not _can_wrap(holder, original):
                 _logger.info("This Megatron has no %s.%s that we know: its spans are left out.", seam.module, seam.path)
                 continue
+            if name not in vars(holder) and any(original is patch.wrapper for patch in self._patches.values()):
+                continue  # inherited from a class that we have wrapped
             self._replace(seam, holder, name, original)
 
     def _replace(self, seam: Seam, holder: Any, name: str, original: Any) -> None:

@@ -39,6 +39,8 @@ SPAN_GROUPS: dict[str, str] = {
 # Attributes beyond Megatron's guide.
 COMBINED = "megatron.p2p.combined"
 """True on the spans of one call that both sends and receives: they share its time, which counts once."""
+COMBINED_MICROBATCHES = "megatron.microbatch.combined"
+"""True on the two spans of one call that runs a microbatch forward and another backward: its time counts once."""
 OVERLAPPED = "megatron.p2p.overlapped"
 """True where the call returned before the transfer was done: the span covers its launch."""
 RECOMPUTED = "megatron.recomputed"

@@ -11,7 +11,7 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import time_ns
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,7 @@ class Recorder:
         self._connect: Callable[[], Connection] | None = None
         self._connection: Connection | None = None
         self._ready = False
+        self._muted = False
         self._deferred: Record | None = None
         self._held: Record | None = None
         self._training_thread = 0
@@ -98,8 +99,8 @@ class Recorder:
 
     def begin(self, name: str, kind: str, attributes: dict[str, Any] | None = None) -> Record | None:
         """Opens a record inside the one that is running. None where that has the same name: it is the same call."""
-        if not self._ready:
-            self._get_ready()
+        if not self._ready and not self._get_ready():
+            return None
         parent = self.current
         if parent is None:
             self._training_thread = get_ident()
@@ -115,11 +116,18 @@ class Recorder:
         self.current = record
         return record
 
-    def beside(self, record: Record, name: str, attributes: dict[str, Any] | None = None) -> Record:
-        """A second record of the same call: same parent, same start. End it with `end_beside`."""
-        other = self._keep(Record(name, FREQUENT, record.parent, attributes, owned=False))
-        other.start = record.start
-        return other
+    def begin_together(self, names: Sequence[str], attributes: dict[str, Any]) -> list[Record] | None:
+        """Opens one frequent record for each thing that a call does at once: same parent, same times, the first of
+        them running. Close them with `end_together`."""
+        first = self.begin(names[0], FREQUENT, attributes or None)
+        if first is None:
+            return None
+        records = [first]
+        for name in names[1:]:
+            other = self._keep(Record(name, FREQUENT, first.parent, attributes, owned=False))
+            other.start = first.start
+            records.append(other)
+        return records
 
     def end(
         self,
@@ -149,10 +157,13 @@ class Recorder:
             self._close(record, now, hold)
         record.end = now  # last: from here on the thread may take it
 
-    def end_beside(self, other: Record, record: Record) -> None:
-        """Closes `other` with the time, and the error, of `record`."""
-        other.error = record.error
-        other.end = record.end
+    def end_together(self, records: list[Record], error: BaseException | None) -> None:
+        """Closes them now."""
+        first = records[0]
+        self.end(first, error)
+        for other in records[1:]:
+            other.error = first.error
+            other.end = first.end
 
     def _begin_elsewhere(self, thread: int, name: str, attributes: dict[str, Any] | None) -> Record | None:
         """Opens a record on another thread than the training one, such as autograd's. What runs there nests in
@@ -199,6 +210,11 @@ class Recorder:
         if not self._ready:
             self._get_ready()
 
+    def mute(self, muted: bool) -> None:
+        """Whether calls are of no interest at all for now."""
+        self._muted = muted
+        self._ready = False
+
     def connect_by(self, connect: Callable[[], Connection]) -> None:
         """How the next record is to connect."""
         self._connect = connect
@@ -214,7 +230,9 @@ class Recorder:
         """What log records are exported by, once connected."""
         return self._connection.log_handler if self._connection is not None else None
 
-    def _get_ready(self) -> None:
+    def _get_ready(self) -> bool:
+        if self._muted:
+            return False
         if self._connect is not None:
             self._connection = self._connect()
             self._connection.watch(lambda: self.drain(wait=False))
@@ -228,6 +246,7 @@ class Recorder:
         if deferred is not None:
             self._open(deferred)
         self._ready = True
+        return True
 
     def _open(self, record: Record) -> None:
         assert self._connection is not None

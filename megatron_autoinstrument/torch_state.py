@@ -18,7 +18,9 @@ def is_compiling() -> Callable[[], bool]:
 def is_capturing() -> Callable[[], bool]:
     """Whether this call is recorded into a CUDA graph, so that nothing runs on the device now, and no Python when
     it does."""
-    cuda = sys.modules["torch.cuda"]
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None:
+        return bool
     # Without a driver the second question is an error.
     return lambda: cuda.is_initialized() and cuda.is_current_stream_capturing()
 

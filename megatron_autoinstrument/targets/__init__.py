@@ -10,6 +10,7 @@ _TARGETS = (
     "arguments",
     "async_utils",
     "checkpointing",
+    "combined_1f1b",
     "distributed_data_parallel",
     "fine_grained_activation_offload",
     "global_vars",

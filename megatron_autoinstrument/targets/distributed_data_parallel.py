@@ -2,6 +2,7 @@
 
 `finish_grad_sync` ends it in every run. `start_grad_sync` runs only where the schedule aligns the launches
 (`--align-grad-reduce`, the default of interleaving); all other launches are in param_and_grad_buffer.py.
+The FSDP variants stand in its place, and launch inside.
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ from __future__ import annotations
 from megatron_autoinstrument.patching import Seam
 from megatron_autoinstrument.spans import span
 
-_MODULE = "megatron.core.distributed.distributed_data_parallel"
+_CLASSES = (
+    ("distributed_data_parallel", "DistributedDataParallel"),
+    ("fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP"),  # core 0.14 on
+    ("custom_fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),  # 0.12 and 0.13
+    ("torch_fully_sharded_data_parallel", "TorchFullyShardedDataParallel"),  # inherits the two, which do nothing
+)
 
-SEAMS = (
-    Seam(_MODULE, "DistributedDataParallel.start_grad_sync", {"communication"}, span("megatron.grad_sync.start")),
-    Seam(_MODULE, "DistributedDataParallel.finish_grad_sync", {"communication"}, span("megatron.grad_sync.finish")),
+SEAMS = tuple(
+    Seam(f"megatron.core.distributed.{module}", f"{name}.{phase}_grad_sync", {"communication"}, hook)
+    for phase, hook in (("start", span("megatron.grad_sync.start")), ("finish", span("megatron.grad_sync.finish")))
+    for module, name in _CLASSES
 )

@@ -1,4 +1,7 @@
-"""megatron/core/optimizer/optimizer.py: the optimizer's step. `ChainedOptimizer` holds others; its step is the one."""
+"""megatron/core/optimizer: the optimizer's step, however the optimizers nest; the outermost is the one.
+
+Replaying a CUDA graph of it (`--optimizer-cuda-graph`, core 0.17 on) takes its place.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,12 @@ def _outcome(result: Any) -> dict[str, Any]:
 _STEP = span("megatron.optimizer_step", live=True, returned=_outcome)
 
 SEAMS = tuple(
-    Seam("megatron.core.optimizer.optimizer", f"{name}.step", {"optimizer"}, _STEP)
-    for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+    Seam(f"megatron.core.optimizer.{module}", path, {"optimizer"}, _STEP)
+    for module, path in (
+        ("optimizer", "MixedPrecisionOptimizer.step"),
+        ("optimizer", "FP32Optimizer.step"),
+        ("optimizer", "ChainedOptimizer.step"),
+        ("layer_wise_optimizer", "LayerWiseDistributedOptimizer.step"),  # its own in core 0.16 and 0.17
+        ("optimizer_cuda_graph", "OptimizerCudaGraphWrapper.__call__"),
+    )
 )

@@ -2,6 +2,7 @@
 
 A call that does several of them at once (1F1B's steady state, and all of the interleaved schedule) gives one span per
 direction, with the call's times. Before core 0.14 the methods of `P2PCommunicator` were functions of the module.
+Between the modules of a multi-module model the transfers are those of bridge_communicator.py (core 0.15 on).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron_autoinstrument.spans import FREQUENT, RECORDER, Record
 from megatron_autoinstrument.targets import schedules
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
+_BRIDGE = "megatron.core.pipeline_parallel.bridge_communicator"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 
 
@@ -69,7 +71,7 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
     overlap = argument(original, "overlap_p2p_comm")
     may_be_linked = operation == "recv_forward"
 
-    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record | None, Record, list[Record]] | None:
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record | None, list[Record]] | None:
         names = [name for name, read, test in directions if test(read(args, kwargs))]
         if not names:
             return None
@@ -79,18 +81,28 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
             attributes[COMBINED] = True
         if overlap(args, kwargs):
             attributes[OVERLAPPED] = True
-        first = RECORDER.begin(names[0], FREQUENT, attributes or None)
-        if first is None:
-            return None
-        return linked, first, [RECORDER.beside(first, name, attributes) for name in names[1:]]
+        records = RECORDER.begin_together(names, attributes)
+        return None if records is None else (linked, records)
 
-    def end(token: tuple[Record | None, Record, list[Record]], result: Any, error: BaseException | None) -> None:
-        linked, first, others = token
-        RECORDER.end(first, error)
-        for other in others:
-            RECORDER.end_beside(other, first)
+    def end(token: tuple[Record | None, list[Record]], result: Any, error: BaseException | None) -> None:
+        linked, records = token
+        RECORDER.end_together(records, error)
         if linked is not None:
             RECORDER.end(linked, error)
+
+    return Hook(begin, end)
+
+
+def _bridge_operation(operation: str, original: Function, groups: frozenset[str]) -> Hook:
+    """A leader's transfer to or from another module, with the broadcast among those that it leads."""
+    names = [f"megatron.p2p.{direction}" for direction, *_ in _OPERATIONS[operation]]
+    attributes = {COMBINED: True} if len(names) > 1 else {}
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> list[Record] | None:
+        return RECORDER.begin_together(names, attributes)
+
+    def end(records: list[Record], result: Any, error: BaseException | None) -> None:
+        RECORDER.end_together(records, error)
 
     return Hook(begin, end)
 
@@ -135,5 +147,6 @@ SEAMS = tuple(
     for seam in (
         Seam(_MODULE, f"P2PCommunicator.{name}", {"communication"}, partial(_operation, name), unless=name),
         Seam(_MODULE, name, {"communication"}, partial(_operation, name), unless="P2PCommunicator"),
+        Seam(_BRIDGE, f"BridgeCommunicator.{name}", {"communication"}, partial(_bridge_operation, name)),
     )
 )

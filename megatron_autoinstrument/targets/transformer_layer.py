@@ -3,6 +3,7 @@
 Each of the two is all of that half of the layer: with its norm, dropout and residual, and attention with
 cross-attention too. A layer of a hybrid model that has only one of them passes through the other.
 `--overlap-moe-expert-parallel-comm` takes a layer apart: attention and MLP then come without the layer around them.
+Before core 0.12 a layer was one function: there the two are what it calls, without norm, dropout and residual.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
 from megatron_autoinstrument.semconv import RECOMPUTED
 from megatron_autoinstrument.spans import FREQUENT, RECORDER, Record
 
-_MODULE = "megatron.core.transformer.transformer_layer"
+_TRANSFORMER = "megatron.core.transformer"
+_MODULE = f"{_TRANSFORMER}.transformer_layer"
+_HALVES = f"{_MODULE}:TransformerLayer._forward_attention"  # its package imports that module before all others
 _AGAIN = {RECOMPUTED: True}
 
 
@@ -41,10 +44,34 @@ def layer_span(name: str) -> Callable[[Function, frozenset[str]], Hook]:
     return hook
 
 
+def _self_attention(original: Function, groups: frozenset[str]) -> Hook:
+    hook = layer_span("megatron.layer.self_attention")(original, groups)
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+        if getattr(args[0], "attention_type", None) == "cross":
+            return None
+        return hook.begin(args, kwargs)
+
+    return Hook(begin, hook.end)
+
+
+_MLP = layer_span("megatron.layer.mlp")
+
 SEAMS = (
     Seam(_MODULE, "TransformerLayer.forward", {"layer"}, layer_span("megatron.layer.forward")),
     Seam(_MODULE, "TransformerLayer._forward_attention", {"layer"}, layer_span("megatron.layer.self_attention")),
-    Seam(_MODULE, "TransformerLayer._forward_mlp", {"layer"}, layer_span("megatron.layer.mlp")),
+    Seam(_MODULE, "TransformerLayer._forward_mlp", {"layer"}, _MLP),
     # Calls the one above, unless CUDA graphs split it.
-    Seam(_MODULE, "MoETransformerLayer._forward_mlp", {"layer"}, layer_span("megatron.layer.mlp")),
+    Seam(_MODULE, "MoETransformerLayer._forward_mlp", {"layer"}, _MLP),
+    # Calls the first one's halves, not itself.
+    Seam(_MODULE, "HyperConnectionTransformerLayer.forward", {"layer"}, layer_span("megatron.layer.forward")),
+    *(
+        Seam(f"{_TRANSFORMER}.{module}", path, {"layer"}, hook, unless=_HALVES)
+        for module, path, hook in (
+            ("attention", "Attention.forward", _self_attention),
+            ("multi_latent_attention", "MultiLatentAttention.forward", _self_attention),
+            ("mlp", "MLP.forward", _MLP),
+            ("moe.moe_layer", "MoELayer.forward", _MLP),
+        )
+    ),
 )

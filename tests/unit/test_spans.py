@@ -112,10 +112,8 @@ def test_a_record_that_a_fault_left_open_on_another_thread_adopts_nothing_later(
 
 def test_a_combined_call_gives_one_span_per_direction_with_the_same_times(recorder, exporter):
     step = recorder.begin("megatron.train_step", LIVE)
-    send = recorder.begin("megatron.p2p.send_forward", FREQUENT)
-    receive = recorder.beside(send, "megatron.p2p.recv_backward")
-    recorder.end(send)
-    recorder.end_beside(receive, send)
+    both = recorder.begin_together(["megatron.p2p.send_forward", "megatron.p2p.recv_backward"], {})
+    recorder.end_together(both, None)
     recorder.end(step)
     got = finished(recorder, exporter)
     sent, received = got["megatron.p2p.send_forward"], got["megatron.p2p.recv_backward"]

@@ -1,0 +1,43 @@
+"""megatron/core/pipeline_parallel/combined_1f1b.py: `--overlap-moe-expert-parallel-comm`, in core 0.14 and later.
+
+One call runs a microbatch forward and another one backward, each while the other communicates: one span for each, with
+the call's times. What runs inside is shown in the forward one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.semconv import COMBINED_MICROBATCHES
+from megatron_autoinstrument.spans import RECORDER, Record
+
+
+def _combined(original: Function, groups: frozenset[str]) -> Hook:
+    forward_model, backward_model, microbatch = (
+        argument(original, name) for name in ("f_model", "b_model", "current_microbatch")
+    )
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> list[Record] | None:
+        names, attributes = [], {}
+        if forward_model(args, kwargs) is not None:
+            names.append("megatron.microbatch.forward")
+        if backward_model(args, kwargs) is not None:
+            names.append("megatron.microbatch.backward")
+        if len(names) > 1:
+            attributes[COMBINED_MICROBATCHES] = True
+        records = RECORDER.begin_together(names, attributes) if names else None
+        if records is not None and (number := microbatch(args, kwargs)) is not None:
+            records[0].attributes = {**attributes, "megatron.microbatch_id": number}
+        return records
+
+    def end(records: list[Record], result: Any, error: BaseException | None) -> None:
+        RECORDER.end_together(records, error)
+
+    return Hook(begin, end)
+
+
+SEAMS = (
+    Seam("megatron.core.pipeline_parallel.combined_1f1b", "combined_forward_backward_step", {"microbatch"}, _combined),
+)
