@@ -2,7 +2,8 @@
 
 Each of the two is all of that half of the layer: with its norm, dropout and residual, and attention with
 cross-attention too. A layer of a hybrid model that has only one of them passes through the other.
-`--overlap-moe-expert-parallel-comm` takes a layer apart: attention and MLP then come without the layer around them.
+`--overlap-moe-expert-parallel-comm` takes a layer apart: its attention then comes without the layer around it, as does
+its MLP, and experts not at all.
 Before core 0.12 a layer was one function: there the two are what it calls, without norm, dropout and residual.
 """
 

@@ -15,10 +15,8 @@ for iteration in range(1, 4):
     forward = RECORDER.begin("megatron.microbatch.forward", FREQUENT, {"megatron.microbatch_id": 0})
     RECORDER.end(RECORDER.begin("megatron.layer.forward", FREQUENT))
     RECORDER.end(forward)
-    send = RECORDER.begin("megatron.p2p.send_forward", FREQUENT, {"megatron.p2p.combined": True})
-    receive = RECORDER.beside(send, "megatron.p2p.recv_backward", {"megatron.p2p.combined": True})
-    RECORDER.end(send)
-    RECORDER.end_beside(receive, send)
+    both = ["megatron.p2p.send_forward", "megatron.p2p.recv_backward"]
+    RECORDER.end_together(RECORDER.begin_together(both, {"megatron.p2p.combined": True}), None)
     RECORDER.end(step)
 print("trained")
 """
