@@ -10,9 +10,8 @@ PIPELINE = ("--pipeline-model-parallel-size", "2")
 OFF = {"MEGATRON_OTEL_ENABLED": "0"}
 
 
-@pytest.mark.parametrize("way", [INSTRUMENT, PLAIN])
-def test_flags_turn_it_on_and_override_the_variables(way):
-    """PLAIN: no wrapper and no variable; the flag alone is seen by the wheel's .pth line."""
+@cache
+def flagged(way):
     run = train(
         *PIPELINE,
         "--otel-enabled",
@@ -23,10 +22,24 @@ def test_flags_turn_it_on_and_override_the_variables(way):
         environment={"MEGATRON_OTEL_SPAN_GROUPS": "all", "OTEL_SERVICE_NAME": "other"},
     )
     assert run.status == 0, run.output[-3000:]
+    return run
+
+
+@pytest.mark.parametrize("way", [INSTRUMENT, PLAIN])
+def test_flags_turn_it_on_and_override_the_variables(way):
+    """PLAIN: no wrapper and no variable; the flag alone is seen by the wheel's .pth line."""
+    run = flagged(way)
     assert run.ranks == [1]
     assert run.counts(1) == {"megatron.pretrain": 1, "megatron.train": 1, "megatron.train_step": 6}
     assert {span.resource["service.name"] for span in run.spans} == {"llama"}
     assert "otel_span_groups ................................ job,step" in run.output  # Megatron lists its arguments
+
+
+def test_the_scripts_own_defaults_set_them():
+    run = train(ranks=1, script=SCRIPTS / "with_defaults.py", environment={})
+    assert run.status == 0, run.output[-3000:]
+    assert run.counts(0) == {"megatron.pretrain": 1, "megatron.train": 1, "megatron.train_step": 6}
+    assert {span.resource["service.name"] for span in run.spans} == {"llama"}
 
 
 @pytest.mark.parametrize(

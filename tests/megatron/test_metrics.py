@@ -9,6 +9,9 @@ from harness import EVERYTHING, INSTRUMENT, PTH, plain_losses, train
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 OFTEN = {**EVERYTHING, "OTEL_METRICS_EXPORTER": "otlp", "OTEL_METRIC_EXPORT_INTERVAL": "10"}
 
+# Every iteration is skipped: what is so scaled overflows.
+OVERFLOWING = ("--fp16", "--initial-loss-scale", "1e30", "--hysteresis", "1")
+
 # What a line of training_log says, and how it prints it.
 PRINTED = {
     "iteration": (r"iteration +(\d+)/", "{:d}"),
@@ -125,15 +128,37 @@ def test_over_a_longer_interval_the_averages_are_megatrons_and_only_logged_steps
     assert [number for number, step in sorted(steps.items()) if "megatron.loss" in step.attributes] == [1, 3, 6]
 
 
-def test_metrics_can_be_turned_off():
-    run = train(*PIPELINE, way=PTH, environment={**OFTEN, "MEGATRON_OTEL_METRICS_ENABLED": "0"})
+def test_skipped_iterations_are_counted_once_and_have_neither_loss_nor_norm():
+    run = run_of(INSTRUMENT, *OVERFLOWING)
+    printed = lines(run)
+    # From core 0.16 on the first iteration is logged for itself, and counted again in the first interval.
+    assert [int(line["skipped"]) for line in printed] == [1, 2, 1, 1, 1, 1]
+    assert max(point.value for point in run.points if point.name == "megatron.training.skipped_iters") == 6
+    durations = series(run, 1, "megatron.training.step_duration_ms")
+    assert [f"{value:.1f}" for value in durations] == [line["megatron.training.step_duration_ms"] for line in printed]
+    assert not series(run, 1, "megatron.training.loss")
+    assert not series(run, 1, "megatron.training.grad_norm")
+    for span in run.spans:
+        if span.name == "megatron.optimizer_step":
+            assert span.attributes == {"megatron.update_successful": False}
+        if span.name == "megatron.train_step":
+            assert set(span.attributes) == {"megatron.iteration"}
+
+
+@cache
+def without(signal):
+    run = train(*PIPELINE, way=PTH, environment={**OFTEN, f"MEGATRON_OTEL_{signal}_ENABLED": "0"})
     assert run.status == 0, run.output[-3000:]
+    return run
+
+
+def test_metrics_can_be_turned_off():
+    run = without("METRICS")
     assert not run.points
     assert run.spans
 
 
 def test_metrics_come_without_spans():
-    run = train(*PIPELINE, way=PTH, environment={**OFTEN, "MEGATRON_OTEL_TRACES_ENABLED": "0"})
-    assert run.status == 0, run.output[-3000:]
+    run = without("TRACES")
     assert not run.spans
     assert {point.name for point in run.points} >= {"megatron.training.loss", "megatron.training.step_duration_ms"}

@@ -1,5 +1,7 @@
 """The resource of a real run, whichever way in."""
 
+from functools import cache
+
 import pytest
 import tomllib
 from harness import EVERYTHING, FIXTURES, INSTRUMENT, OLDEST_OTEL, PLAIN, PTH, SCRIPTS, train
@@ -20,10 +22,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_every_key_of_the_contract_is_there_on_spans_and_metrics(name):
+@cache
+def run_of(name):
     run = train("--pipeline-model-parallel-size", "2", environment=TELLING, **WAYS[name])
     assert run.status == 0, run.output[-3000:]
+    return run
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_key_of_the_contract_is_there_on_spans_and_metrics(name):
+    run = run_of(name)
     for rank in (0, 1):
         for resource in [span.resource for span in run.of(rank)] + [
             point.resource for point in run.points if point.resource["dl.rank"] == rank

@@ -52,6 +52,7 @@ SCENARIOS = {
     "pipeline, loading": Scenario(PIPELINE, load="pipeline, saving", steps=2, evaluations=2),
     "one rank, saving": Scenario((), ranks=1, save="torch"),
     "one rank, loading": Scenario((), ranks=1, load="one rank, saving", steps=2, evaluations=2),
+    "four stages": Scenario(("--pipeline-model-parallel-size", "4"), ranks=4),
     "interleaved": Scenario(INTERLEAVED, chunks=2),
     "overlapped gradients": Scenario(OVERLAP, ranks=4, data_parallel=2),
     "recomputing": Scenario(PIPELINE + RECOMPUTE, recompute=True),
@@ -265,6 +266,14 @@ def test_a_linked_receive_encloses_the_receive_itself_and_names_its_stage():
     for span in linked:
         assert [child.name for child in span.children] == ["megatron.p2p.recv_forward"]
         assert span.attributes["dl.pipeline_parallel.rank"] == 1
+
+
+def test_the_linked_receives_of_the_warm_up_carry_their_microbatch_and_the_one_after_it_does_not():
+    run = run_of("four stages")
+    for rank in (1, 2, 3):
+        for step in (span for span in run.of(rank) if span.name == "megatron.forward_backward"):
+            linked = [span for span in step.children if span.name == "megatron.pp.recv_forward.linked"]
+            assert [span.attributes.get("dl.microbatch_id") for span in linked] == [*range(3 - rank), None]
 
 
 def test_overlapped_gradients_are_launched_while_the_backward_pass_runs():

@@ -1,5 +1,7 @@
 """Each way to turn the instrumentation on, as a user would, on real Megatron."""
 
+from functools import cache
+
 import pytest
 from harness import EVERYTHING, INSTRUMENT, OLDEST_OTEL, PLAIN, PTH, SCRIPTS, plain_losses, train
 
@@ -41,15 +43,27 @@ def test_each_way_records_the_workers_and_leaves_the_losses_alone(name):
     assert not run.ours()
 
 
-@pytest.mark.parametrize("way", [INSTRUMENT, PTH])
-def test_zero_in_the_variable_is_a_kill_switch(way):
+@cache
+def killed(way):
     run = train(*PIPELINE, way=way, environment={**EVERYTHING, "MEGATRON_OTEL_ENABLED": "0"})
     assert run.status == 0, run.output[-3000:]
+    return run
+
+
+@pytest.mark.parametrize("way", [INSTRUMENT, PTH])
+def test_zero_in_the_variable_is_a_kill_switch(way):
+    run = killed(way)
     assert not [span for span in run.spans if span.name.startswith("megatron.")]
 
 
-def test_console_prints_spans_and_sends_none():
+@cache
+def on_the_console():
     run = train(ranks=1, way=PTH, environment={"MEGATRON_OTEL_EXPORTER": "console"})
     assert run.status == 0, run.output[-3000:]
+    return run
+
+
+def test_console_prints_spans_and_sends_none():
+    run = on_the_console()
     assert '"name": "megatron.pretrain"' in run.output
     assert not run.spans

@@ -1,5 +1,6 @@
 """The names that users rely on, held against the project's copy of the contract; the README's tables against them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,24 @@ def test_what_is_unproven_is_documented_and_says_why():
 def test_the_readme_has_a_row_for_each_span():
     for name, group in semconv.SPAN_GROUPS.items():
         assert f"| `{name}` | `{group}` |" in README
+
+
+def test_the_readme_has_a_row_for_each_attribute_and_names_the_spans_that_carry_it():
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (`.*?`) \|", README, re.MULTILINE))
+    carriers = {}
+    for span in CONTRACT["span"]:
+        for attribute in span.get("attributes", {}):
+            carriers.setdefault(attribute, []).append(f"`{span['name'].removeprefix('megatron.')}`")
+    for attribute, spans in carriers.items():
+        assert set(rows[attribute].split(", ")) == set(spans)
+    for name, value in vars(semconv).items():
+        if name.isupper() and isinstance(value, str):
+            assert value in rows
+
+
+def test_the_readme_has_each_resource_key_and_each_flag():
+    for key in (*CONTRACT["resource"], *CONTRACT["flags"]):
+        assert f"`{key}" in README, key
 
 
 def test_the_readme_and_the_contract_have_each_variable_that_is_read():
