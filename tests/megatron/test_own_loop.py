@@ -11,6 +11,7 @@ import pytest
 from harness import EVERYTHING, INSTRUMENT, PLAIN, PTH, SCRIPTS, train
 
 VERSION = "0.16.1"  # the newest whose wheel has no megatron.training
+OWN = {"script": SCRIPTS / "own_loop.py", "megatron": Path(sys.prefix) / f"megatron-{VERSION}"}
 ITERATIONS, MICROBATCHES, LAYERS = 3, 4, 2  # of scripts/own_loop.py, on each stage
 
 
@@ -36,10 +37,9 @@ def run_of(name, way=None):
     loop = LOOPS[name]
     run = train(
         *loop.options,
-        script=SCRIPTS / "own_loop.py",
         way=way or loop.way,
         environment={"MEGATRON_OTEL_ENABLED": "0"} if way == PLAIN else EVERYTHING,
-        megatron=Path(sys.prefix) / f"megatron-{VERSION}",
+        **OWN,
     )
     assert run.status == 0, run.output[-3000:]
     assert f"MEGATRON CORE {VERSION}" in run.output
@@ -125,3 +125,11 @@ def test_the_resource_tells_what_can_be_known_without_megatrons_arguments(name):
             assert resource["service.instance.id"] == f"{resource['nemo.run.id']}-rank{rank}"
             assert "megatron.num_layers" not in resource
     assert len({span.resource["nemo.run.id"] for span in run.spans}) == 1
+
+
+def test_the_default_groups_and_the_metrics_find_nothing_to_record():
+    run = train(way=PTH, environment={"OTEL_METRICS_EXPORTER": "otlp"}, **OWN)
+    assert run.status == 0, run.output[-3000:]
+    assert not run.spans
+    assert not run.points
+    assert not run.ours()
