@@ -2,6 +2,7 @@
 PYTHON ?= $(shell .ci/find-python)
 MEGATRON := 0.19.2
 OTHERS := 0.17.1 0.18.2
+CORE_ALONE := 0.16.1
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find megatron_autoinstrument -name '*.py') pyproject.toml megatron_autoinstrument.pth README.md
@@ -24,14 +25,14 @@ test: lint test-unit test-megatron
 test-unit: $(VENV)/installed
 	$(BIN)/python -m pytest tests/unit
 
-test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest $(OTHERS:%=$(VENV)/megatron-%)
+test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest $(patsubst %,$(VENV)/megatron-%,$(OTHERS) $(CORE_ALONE))
 	$(BIN)/python -m pytest tests/megatron
 
 # All scenarios on every Megatron, and the unit tests on every Python.
 test-all: test test-matrix
 	for version in $(OTHERS); do \
 	  TEST_MEGATRON=$(CURDIR)/$(VENV)/megatron-$$version $(BIN)/python -m pytest tests/megatron \
-	    $(patsubst %,--ignore tests/megatron/test_%.py,versions layers in_place_of_functions) || exit 1; \
+	    $(patsubst %,--ignore tests/megatron/test_%.py,versions layers in_place_of_functions own_loop) || exit 1; \
 	done
 
 # The unit tests on each supported Python that is here, with the oldest and the newest OpenTelemetry.

@@ -26,6 +26,13 @@ _ARGUMENTS = {
     "megatron.ckpt_format": "ckpt_format",
 }
 
+# Attribute: the function of parallel_state that knows it where there are no arguments.
+_PARALLEL_SIZES = {
+    "dl.tensor_parallel.size": "get_tensor_model_parallel_world_size",
+    "dl.pipeline_parallel.size": "get_pipeline_model_parallel_world_size",
+    "dl.data_parallel.size": "get_data_parallel_world_size",
+}
+
 # Attribute: the variables that tell it, in the order in which they are believed. Where well-kept detector packages are
 # installed, OTEL_EXPERIMENTAL_RESOURCE_DETECTORS brings what they find; none is kept for SLURM or for pods' variables.
 _VARIABLES = {
@@ -73,6 +80,8 @@ def attributes(place: Rank, run_id: str) -> dict[str, str | int | float | bool]:
         **{attribute: global_vars.arg(argument) for attribute, argument in _ARGUMENTS.items()},
         **{attribute: _first_set(*variables) for attribute, variables in _VARIABLES.items()},
     }
+    if global_vars.args() is None:
+        found.update(_parallel_sizes())
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         for attribute, variables in _IN_A_POD.items():
             found[attribute] = found[attribute] or _first_set(*variables)
@@ -81,6 +90,14 @@ def attributes(place: Rank, run_id: str) -> dict[str, str | int | float | bool]:
 
 def _first_set(*variables: str) -> str | None:
     return next((value for variable in variables if (value := os.environ.get(variable, "").strip())), None)
+
+
+def _parallel_sizes() -> dict[str, int]:
+    """For a training loop of one's own on Megatron core."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return {}
+    return {attribute: getattr(state, function)() for attribute, function in _PARALLEL_SIZES.items()}
 
 
 def _gpu_count() -> int | None:

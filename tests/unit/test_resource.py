@@ -28,6 +28,18 @@ def test_without_megatrons_arguments_the_launcher_tells_the_local_rank():
     assert "megatron.precision" not in told
 
 
+def test_without_megatrons_arguments_its_core_tells_the_sizes(fake_module):
+    state = fake_module("megatron.core.parallel_state")
+    initialized = False
+    state.model_parallel_is_initialized = lambda: initialized
+    for size, what in ((2, "tensor_model"), (4, "pipeline_model"), (1, "data")):
+        setattr(state, f"get_{what}_parallel_world_size", lambda size=size: size)
+    assert "dl.tensor_parallel.size" not in resource.attributes(Rank(5, 8, 3), "run7")
+    initialized = True
+    told = resource.attributes(Rank(5, 8, 3), "run7")
+    assert [told[f"dl.{what}_parallel.size"] for what in ("tensor", "pipeline", "data")] == [2, 4, 1]
+
+
 @pytest.mark.parametrize(
     ("environment", "attribute", "value"),
     [
