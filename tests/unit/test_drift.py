@@ -189,11 +189,15 @@ RUNS = {
 }
 
 
-def arguments():
+ONE_VALIDATION_SET = ("0.10", "0.13")
+
+
+def arguments(version):
+    eval_iters = 1 if version in ONE_VALIDATION_SET else [1, 2]
     args = types.SimpleNamespace(
         iteration=2,
         train_iters=6,
-        eval_iters=1,
+        eval_iters=eval_iters,
         log_interval=2,
         log_throughput=True,
         global_batch_size=16,
@@ -237,7 +241,7 @@ microbatch.backward
 """
 
 
-def expected_run(first_is_logged):
+def expected_run(version):
     def indented(text, depth):
         return ["  " * depth + line for line in lines(text)]
 
@@ -251,6 +255,14 @@ def expected_run(first_is_logged):
             else "      optimizer_step update_successful=False",
         ]
 
+    def evaluate(iterations):
+        return [
+            f"  evaluate eval_iters={iterations}",
+            *["    evaluate.step", *("      " + line for line in forwards)] * iterations,
+            *("    " + line for line in forwards),  # the pass for other data than the loss is no step
+        ]
+
+    first_is_logged = RUNS[version][-1]
     forwards = [line for line in lines(MICROBATCHES) if "forward" in line]
     return [
         "pretrain model_type=encoder_or_decoder train_iters=6 global_batch_size=16",
@@ -266,10 +278,8 @@ def expected_run(first_is_logged):
         "  save_checkpoint iteration=6",
         "    save_checkpoint.state_dict",
         "    save_checkpoint.io_write",
-        "  evaluate eval_iters=1",
-        "    evaluate.step",
-        *("      " + line for line in forwards),
-        *("    " + line for line in forwards),  # the pass for other data than the loss is no step
+        *evaluate(1),
+        *(evaluate(2) if version not in ONE_VALIDATION_SET else []),
     ]
 
 
@@ -287,12 +297,12 @@ def training(version, load, instrument):
 
 
 def test_a_run_of_each_version_gives_the_same_spans(version, training, tree):
-    pretrain(version, training, arguments())
-    assert tree() == expected_run(first_is_logged=RUNS[version][-1])
+    pretrain(version, training, arguments(version))
+    assert tree() == expected_run(version)
 
 
 def test_the_metrics_are_what_each_version_logs(version, training, reader):
-    args = arguments()
+    args = arguments(version)
     pretrain(version, training, args)
     found = points(reader)
     assert found.pop("megatron.training.loss") == args.printed[-1]["lm loss"] == 6.0
@@ -307,11 +317,11 @@ def test_the_metrics_are_what_each_version_logs(version, training, reader):
 
 
 def test_train_step_returns_what_its_version_returns(version, training):
-    args = arguments()
+    args = arguments(version)
     training.get_args.__globals__["set_args"](args)
     args.curr_iteration = 2
     call = [forward, "data", MODEL, *args.optimizer_and_scheduler, MODEL.config]
-    if version not in ("0.10", "0.13"):
+    if version not in ONE_VALIDATION_SET:  # later ones are given the schedule
         call.append(sys.modules["megatron.core.pipeline_parallel.schedules"].get_forward_backward_func())
     result = training.train_step(*call)
     assert type(result) is tuple
@@ -469,6 +479,7 @@ def test_a_call_that_megatron_gets_wrong_fails_as_it_does_without_us(load, instr
 
 # ---------------------------------------------------------------------------------------------------- the rest
 
+SINCE_0_16 = ("param_and_grad_buffer_0_16", "distributed_data_parallel_0_16")
 ONE_STEP = ["optimizer_step update_successful=True grad_norm=1.5"]
 
 
@@ -491,26 +502,56 @@ def test_the_layer_wise_optimizer_gives_one_span_whether_or_not_its_step_is_its_
     assert tree() == ONE_STEP
 
 
-@pytest.mark.parametrize("since", ["0_10", "0_16"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_gradient_synchronisation_starts_where_it_is_launched(load, instrument, tree, since, overlap):
-    load(f"param_and_grad_buffer_{since}", f"distributed_data_parallel_{since}")
+@pytest.fixture(params=[("param_and_grad_buffer_0_10", "distributed_data_parallel_0_10"), SINCE_0_16])
+def data_parallel(request, load, instrument):
+    """Makes a model of two bucket groups, and those; and the arguments of its finish_grad_sync."""
+    load(*request.param)
     instrument()
-    distributed = "megatron.core.distributed."
-    groups = [sys.modules[distributed + "param_and_grad_buffer"]._ParamAndGradBucketGroup(overlap) for _ in range(2)]
-    model = sys.modules[distributed + "distributed_data_parallel"].DistributedDataParallel(groups)
-    if overlap:
+    buffer, model = (
+        sys.modules[f"megatron.core.distributed.{name}"]
+        for name in ("param_and_grad_buffer", "distributed_data_parallel")
+    )
+
+    def make(overlap):
+        groups = [buffer._ParamAndGradBucketGroup(overlap_grad_reduce=overlap) for _ in range(2)]
+        return model.DistributedDataParallel(groups), groups
+
+    return make, {"force_all_reduce": False} if request.param is SINCE_0_16 else {}
+
+
+LAUNCHES = ["grad_sync.start"] * 2
+FINISH_LAUNCHES = ["grad_sync.finish", *("  " + line for line in LAUNCHES)]
+
+
+def test_without_overlap_finish_launches_the_reductions(data_parallel, tree):
+    make, finish = data_parallel
+    model, _ = make(overlap=False)
+    model.finish_grad_sync(**finish)
+    assert tree() == FINISH_LAUNCHES
+
+
+def test_with_overlap_gradients_launch_their_reductions(data_parallel, tree):
+    make, finish = data_parallel
+    model, groups = make(overlap=True)
+    if finish:
+        # In its first batch, 0.16 doesn't know yet how often each gradient comes.
         for group in groups:
-            group.register_grad_ready()
-    model.finish_grad_sync(**({"force_all_reduce": True} if since == "0_16" else {}))
-    two = ["grad_sync.start"] * 2
-    assert tree() == ([*two, "grad_sync.finish"] if overlap else ["grad_sync.finish", *("  " + line for line in two)])
-    if since == "0_16":
-        model.start_grad_sync()  # of the first batch, launched already
-        model.start_grad_sync("unused")
-    else:
-        model.start_grad_sync("unused")
-    assert set(tree()) == {"grad_sync.start"}
+            group.register_grad_ready("param")
+        model.finish_grad_sync(**finish)
+        assert tree() == FINISH_LAUNCHES
+    for group in groups:
+        group.is_first_batch = False
+        group.register_grad_ready("param")
+    model.finish_grad_sync(**finish)
+    assert tree() == [*LAUNCHES, "grad_sync.finish"]
+
+
+def test_what_the_schedule_has_launched_is_not_launched_again(data_parallel, tree):
+    make, finish = data_parallel
+    model, _ = make(overlap=True)
+    model.start_grad_sync("unused")
+    model.finish_grad_sync(**finish)
+    assert tree() == ["grad_sync.start", "grad_sync.finish"]
 
 
 WHOLE_LAYER = ["layer.forward", "  layer.self_attention", "  layer.mlp"]
@@ -602,11 +643,13 @@ def test_combined_1f1b_gives_the_forward_of_one_microbatch_and_the_backward_of_a
 @pytest.mark.parametrize("standin", ["full_cuda_graph_0_14", "full_cuda_graph_0_18"])
 def test_a_cuda_graph_of_the_iteration_gives_one_pass_each_time_it_runs(load, instrument, tree, standin):
     schedules = load(*P2P_AND_SCHEDULES["0.14"])
-    wrapper = load(standin).FullCudaGraphWrapper(schedules.forward_backward_no_pipelining, cuda_graph_warmup_steps=1)
+    wrapper = load(standin).FullCudaGraphWrapper
     instrument()
+    run = wrapper(schedules.forward_backward_no_pipelining, cuda_graph_warmup_steps=1)
     call = {"model": MODEL, "data_iterator": "data", "num_microbatches": 2, "seq_length": 10, "micro_batch_size": 2}
+    call["forward_step_func"] = lambda data_iterator, model: ("output", "loss")
     for _ in range(3):  # warm-up, capture with a replay, a replay
-        result = wrapper(forward_step_func=lambda data_iterator, model: ("output", "loss"), forward_only=False, **call)
+        result = run(forward_only=False, **call)
         assert result == ["loss", "loss"]
         got = tree()
         assert got[0] == "forward_backward num_microbatches=2"
@@ -649,5 +692,4 @@ def test_a_bridge_between_modules_gives_the_spans_of_its_directions(
 
 def test_each_stand_in_is_loaded_by_a_test():
     here = Path(__file__).read_text()
-    unused = [file.stem for file in STANDINS.glob("*.py") if f'"{file.stem}"' not in here]
-    assert [name for name in unused if not name.startswith(("param_and_grad_", "distributed_data_"))] == []
+    assert [file.stem for file in STANDINS.glob("*.py") if f'"{file.stem}"' not in here] == []
