@@ -100,10 +100,10 @@ def load(fake_module):
     def load(*names):
         for name in names:
             file = STANDINS / f"{name}.py"
-            code = compile(file.read_text(), str(file), "exec")
-            module = fake_module(code.co_consts[0].split(" ", 1)[0].removesuffix(".py").replace("/", "."))
+            source = file.read_text()
+            module = fake_module(source.split()[0].strip('"').removesuffix(".py").replace("/", "."))
             module.__package__ = module.__name__.rpartition(".")[0]
-            exec(code, vars(module))
+            exec(compile(source, str(file), "exec"), vars(module))
         return module
 
     return load
@@ -187,8 +187,6 @@ RUNS = {
     "0.18": ("0.17", "checkpointing_0_16", "training_0_18", 8, True),
     "main": ("main", "checkpointing_0_19", "training_0_19", 8, True),
 }
-
-
 ONE_VALIDATION_SET = ("0.10", "0.13")
 
 
