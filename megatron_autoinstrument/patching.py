@@ -222,7 +222,9 @@ class Ledger:
             except AttributeError:
                 holder, name, original = module, seam.path, None
             if not _can_wrap(holder, original):
-                _logger.info("This Megatron has no %s.%s that we know: nothing is recorded of it.", seam.module, seam.path)
+                _logger.info(
+                    "This Megatron has no %s.%s that we know: nothing is recorded of it.", seam.module, seam.path
+                )
                 continue
             if name not in vars(holder) and any(original is patch.wrapper for patch in self._patches.values()):
                 continue  # inherited from a class that we have wrapped

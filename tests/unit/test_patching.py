@@ -236,8 +236,8 @@ def test_a_seam_that_does_not_exist_is_reported_once_and_costs_nothing_else(ledg
     ledger.install([seam("no_such", hook), seam("Communicator.no_such", hook), seam("step", hook)], ALL)
     assert hasattr(module.step, "__wrapped__")
     assert [record.getMessage() for record in caplog.records] == [
-        "This Megatron has no megatron.fake.no_such that we know: its spans are left out.",
-        "This Megatron has no megatron.fake.Communicator.no_such that we know: its spans are left out.",
+        "This Megatron has no megatron.fake.no_such that we know: nothing is recorded of it.",
+        "This Megatron has no megatron.fake.Communicator.no_such that we know: nothing is recorded of it.",
     ]
 
 
