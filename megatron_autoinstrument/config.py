@@ -30,6 +30,7 @@ class Config:
     span_groups: frozenset[str]
     metrics: bool
     logs: bool
+    trace_scope: str  # step or run
     sampling_strategy: str | None  # None: the SDK's own
     service_name: str | None  # None: nobody said by flag
     exporter: str | None  # None: nobody said
@@ -77,6 +78,7 @@ def from_environment(place: ranks.Rank) -> Config:
         span_groups=span_groups if traces else frozenset(),
         metrics=read(names.MEGATRON_OTEL_METRICS_ENABLED, _boolean, True, _BOOLEANS),
         logs=read(names.MEGATRON_OTEL_LOGS_ENABLED, _boolean, False, _BOOLEANS),
+        trace_scope=read(names.MEGATRON_OTEL_TRACE_SCOPE, _one_of(("step", "run")), "step", "step, run"),
         sampling_strategy=read(
             names.MEGATRON_OTEL_SAMPLING_STRATEGY,
             _one_of(sampling.STRATEGIES),

@@ -36,6 +36,9 @@ MEGATRON_OTEL_LOGS_ENABLED = "MEGATRON_OTEL_LOGS_ENABLED"
 MEGATRON_OTEL_SPAN_GROUPS = "MEGATRON_OTEL_SPAN_GROUPS"
 """Which spans: presets and groups with commas between them, such as `default,microbatch` (default: `default`)."""
 
+MEGATRON_OTEL_TRACE_SCOPE = "MEGATRON_OTEL_TRACE_SCOPE"
+"""`step` (default): each step is a trace, the same one on every rank. `run`: steps belong to the run's trace."""
+
 MEGATRON_OTEL_EXPORTER = "MEGATRON_OTEL_EXPORTER"
 """`otlp` (default) or `console`: where spans go if the application set no tracer provider. The standard
 OTEL_TRACES_EXPORTER, which knows more exporters, is followed where this is unset."""

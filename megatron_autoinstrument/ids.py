@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import sys
+import threading
 
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 
@@ -19,20 +20,35 @@ os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
 
 class PrivateIdGenerator(IdGenerator):
-    """The SDK's random ids, drawn from a generator of our own."""
+    """The SDK's random ids, drawn from a generator of our own; or the ids planned for this thread's next span."""
+
+    def __init__(self) -> None:
+        self._planned = threading.local()
+
+    def plan(self, trace_id: int | None, span_id: int | None) -> None:
+        """What this thread's spans get from now on; None is a random id."""
+        self._planned.trace_id, self._planned.span_id = trace_id, span_id
 
     def generate_span_id(self) -> int:
-        return _random.getrandbits(64) or self.generate_span_id()
+        planned: int | None = getattr(self._planned, "span_id", None)
+        return planned or _random.getrandbits(64) or self.generate_span_id()
 
     def generate_trace_id(self) -> int:
-        return _random.getrandbits(128) or self.generate_trace_id()
+        planned: int | None = getattr(self._planned, "trace_id", None)
+        return planned or _random.getrandbits(128) or self.generate_trace_id()
 
 
-def keep_random_state(tracer: object) -> None:
-    """Gives our tracer ids of the private generator, where it would draw them from Python's global one. Other
-    tracers of that provider, and generators that someone chose, stay as they are."""
-    if type(getattr(tracer, "id_generator", None)) is RandomIdGenerator:
+def private_generator(tracer: object) -> PrivateIdGenerator | None:
+    """Gives our tracer ids of a private generator, where it would draw them from Python's global one. Other tracers
+    of that provider, and generators that someone chose, stay as they are.
+
+    Returns:
+        The tracer's generator, or None where it has no private one.
+    """
+    if type(getattr(tracer, "id_generator", None)) in (RandomIdGenerator, PrivateIdGenerator):
         tracer.id_generator = PrivateIdGenerator()  # type: ignore[attr-defined]
+        return tracer.id_generator  # type: ignore[attr-defined]
+    return None
 
 
 # They jitter their retries by drawing from the `random` that they import.
@@ -46,6 +62,16 @@ def keep_random_state_in_retries() -> None:
         module = sys.modules.get(name)
         if getattr(module, "random", None) is random:
             module.random = _random  # type: ignore[union-attr]
+
+
+def run_key(run: int) -> str:
+    """What tells this run apart from all others and from its own restarts, the same on every rank.
+
+    Args:
+        run: The number of the run in this process, which may call `pretrain` more than once.
+    """
+    restarts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return ":".join((run_id(), str(global_vars.start_time()), *restarts, str(run)))
 
 
 def run_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ from megatron_autoinstrument.spans import RECORDER
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.sdk import Connection
+    from megatron_autoinstrument.traces import Traces
 
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +120,13 @@ def _install(given: Mapping[str, Any]) -> None:
             sampler=sampling.STRATEGIES.get(strategy)(place, settings) if strategy else None,
         )
 
-    RECORDER.connect_by(connect)
+    def plan(connection: Connection, run: int) -> Traces | None:
+        from megatron_autoinstrument import ids
+
+        return connection.plan(ids.run_key(run), place.rank, settings.trace_scope == "step")
+
+    ranks.recording = functools.cache(functools.partial(ranks.records, config=settings))
+    RECORDER.connect_by(connect, plan)
     other = {groups.METRICS: settings.metrics, groups.LOGS: settings.logs}
     _patch(settings.span_groups | {name for name, on in other.items() if on})
 

@@ -22,6 +22,9 @@ _LAUNCHERS = (
 )
 
 
+_PER_NODE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
 class Rank(NamedTuple):
     """A process's place in the run."""
 
@@ -88,6 +91,17 @@ def register_rank_strategy(name: str, strategy: Callable[[Rank, Config], bool]) 
         ValueError: the name is taken.
     """
     STRATEGIES.register(name, strategy)
+
+
+recording: Callable[[int], bool] = bool
+"""Whether another rank of this run records, as far as its settings are this rank's; the instrumentor sets it."""
+
+
+def records(rank: int, config: Config) -> bool:
+    """Whether the rank of that number records and exports under `config`'s rank strategy, were it this process."""
+    here = current()
+    per_node = next((int(size) for name in _PER_NODE if (size := os.environ.get(name, "")).isdigit()), here.world_size)
+    return exports(Rank(rank, here.world_size, rank % max(per_node, 1)), config)
 
 
 def exports(place: Rank, config: Config) -> bool:

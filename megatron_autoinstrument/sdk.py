@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from opentelemetry import _logs, metrics, trace
+from opentelemetry.context import Context
 from opentelemetry.environment_variables import OTEL_PYTHON_ID_GENERATOR
 from opentelemetry.sdk import _logs as sdk_logs
 from opentelemetry.sdk import metrics as sdk_metrics
@@ -26,9 +27,10 @@ from opentelemetry.sdk.environment_variables import (
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import Sampler
+from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
 from megatron_autoinstrument import ids
+from megatron_autoinstrument.traces import Traces, trace_id
 from megatron_autoinstrument.version import __version__
 
 _logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ SCOPE = "megatron_autoinstrument"
 TRACES, METRICS, LOGS = "traces", "metrics", "logs"
 
 _RANDOM_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"  # the SDK's own instance id
+_TRIES = 1000  # for a trace id that a sampler keeps: some milliseconds at most, once
 _OURS_EXIT_TIMEOUT_S = 5.0
 _THEIRS_EXIT_TIMEOUT_S = 10.0
 
@@ -52,8 +55,47 @@ class Connection:
         self.closed = False  # somebody shut the tracer provider down
         theirs = [provider for provider in providers.values() if provider not in _ours.values()]
         self.exit_timeout_s = _THEIRS_EXIT_TIMEOUT_S if theirs else _OURS_EXIT_TIMEOUT_S
-        ids.keep_random_state(self.tracer)
+        self._generator = ids.private_generator(self.tracer)
         ids.keep_random_state_in_retries()
+
+    def start_span(
+        self,
+        name: str,
+        context: Context | None,
+        start: int,
+        attributes: Mapping[str, Any] | None,
+        links: Sequence[trace.Link],
+        trace_id: int | None,
+        span_id: int | None,
+    ) -> trace.Span:
+        """Starts a span, with these ids where they are given and the provider lets us choose."""
+        generator = self._generator
+        if generator is None or trace_id is span_id is None:
+            return self.tracer.start_span(name, context, start_time=start, attributes=attributes, links=links)
+        generator.plan(trace_id, span_id)
+        try:
+            return self.tracer.start_span(name, context, start_time=start, attributes=attributes, links=links)
+        finally:
+            generator.plan(None, None)
+
+    def plan(self, key: str, rank: int, per_step: bool) -> Traces | None:
+        """The traces of the run `key`; None where the provider has ids of its own kind."""
+        if self._generator is None:
+            return None
+        # A sampler by ratio must not lose what belongs to no step, and what the steps link to.
+        candidates = (trace_id(key, "run", salt) for salt in range(_TRIES))
+        kept = next((run for run in candidates if self.keeps(run, "megatron.pretrain")), trace_id(key, "run", 0))
+        return Traces(key, rank, per_step, kept)
+
+    def keeps(self, trace_id: int, name: str) -> bool:
+        """Whether the sampler keeps a root span `name` in the trace `trace_id`."""
+        sampler = getattr(self.tracer, "sampler", None)
+        if sampler is None:
+            return True
+        try:
+            return sampler.should_sample(Context(), trace_id, name, attributes={}).decision is not Decision.DROP
+        except Exception:  # noqa: BLE001
+            return True  # it will say so itself when a span starts
 
     def watch(self, hand_on: Callable[[], None]) -> None:
         """Has `hand_on` called whenever somebody flushes the tracer provider, and notices when it is shut down."""

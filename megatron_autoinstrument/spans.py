@@ -14,15 +14,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import time_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
 from megatron_autoinstrument.semconv import FINALIZED, SPAN_GROUPS
+from megatron_autoinstrument.traces import Identity, Traces, span_id
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.sdk import Connection
@@ -35,6 +36,11 @@ Reader = Callable[[Arguments, Mapping[str, Any]], Any]
 # How a record reaches OpenTelemetry.
 LIVE, FREQUENT, SILENT = "live", "frequent", "silent"
 
+RUN_GROUPS = {"job", "model_init", "load_checkpoint", "checkpoint", "evaluate"}
+"""What belongs to no step."""
+_SCOPES = ("megatron.train_step", "megatron.evaluate")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
 MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
 _DRAIN_INTERVAL_S = 0.5
 _FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
@@ -43,7 +49,10 @@ _FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processo
 class Record:
     """One call that is, or was, running."""
 
-    __slots__ = ("attributes", "end", "error", "kind", "links", "name", "owned", "parent", "span", "start", "token")
+    __slots__ = (
+        *("attributes", "end", "error", "identity", "kind", "link", "name", "owned", "parent", "root", "span"),
+        *("start", "token"),
+    )
 
     def __init__(
         self, name: str, kind: str, parent: Record | None, attributes: dict[str, Any] | None, owned: bool = True
@@ -53,7 +62,9 @@ class Record:
         self.parent = parent
         self.attributes = attributes
         self.owned = owned  # by the training thread, so that calls inside it are its children
-        self.links: list[Link] | None = None
+        self.identity: Identity | None = None  # what its span id is worked out from, if others name it
+        self.link: SpanContext | Identity | None = None
+        self.root: int | None = None  # the trace that it is the outermost record of
         self.span: trace.Span | None = None
         self.token: Any = None
         self.error: dict[str, str] | None = None
@@ -71,6 +82,15 @@ class Record:
         return None
 
 
+class _Place(NamedTuple):
+    """Where a span belongs."""
+
+    parent: SpanContext | None
+    trace: int | None = None  # the one that it is a root of; None: any
+    opens_step: bool = False  # as an outermost span of a step, whatever is current
+    around: SpanContext | None = None  # what is around that step: a link
+
+
 class Recorder:
     """What is running now, and what waits to become spans. State is explicit and global: autograd's threads have an
     empty OpenTelemetry context, and what runs there belongs under what the training thread is doing."""
@@ -81,7 +101,12 @@ class Recorder:
         self._connect: Callable[[], Connection] | None = None
         self._connection: Connection | None = None
         self._ready = False
-        self._muted = False
+        self._muted = 0  # how many reasons there are
+        self._muted_by: Record | None = None  # a step that the sampler drops
+        self._plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None
+        self._run_number = 0  # of this run in the process
+        self.traces: Traces | None = None
+        """Of this run, once connected; None where ids can't be worked out."""
         self._deferred: Record | None = None
         self._held: Record | None = None
         self._training_thread = 0
@@ -97,8 +122,23 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------ the hot path
 
-    def begin(self, name: str, kind: str, attributes: dict[str, Any] | None = None) -> Record | None:
-        """Opens a record inside the one that is running. None where that has the same name: it is the same call."""
+    def begin(
+        self,
+        name: str,
+        kind: str,
+        attributes: dict[str, Any] | None = None,
+        identity: Identity | None = None,
+        root: int | None = None,
+    ) -> Record | None:
+        """Opens a record inside the one that is running. None where that has the same name: it is the same call.
+
+        Args:
+            name: The name of its span.
+            kind: LIVE, FREQUENT or SILENT.
+            attributes: What is known by now.
+            identity: What the span's id is to be worked out from, where other ranks name it.
+            root: The trace that it, and what is inside it, belongs to; else that of what encloses it.
+        """
         if not self._ready and not self._get_ready():
             return None
         parent = self.current
@@ -109,11 +149,17 @@ class Recorder:
         elif (thread := get_ident()) != self._training_thread:
             return self._begin_elsewhere(thread, name, attributes)
         record = Record(name, kind, parent, attributes)
+        if identity is not None:
+            record.identity = identity
+            record.root = root
         if kind is LIVE:
             self._open(record)
         elif kind is FREQUENT:
             self._keep(record)
         self.current = record
+        if root is not None and not self._keeps(record, root):
+            self._muted_by = record
+            self.mute(True)
         return record
 
     def begin_together(self, names: Sequence[str], attributes: dict[str, Any]) -> list[Record] | None:
@@ -155,6 +201,9 @@ class Recorder:
             record.error = self._describe(error, record)
         if record.kind is LIVE:
             self._close(record, now, hold)
+        if record is self._muted_by:
+            self._muted_by = None
+            self.mute(False)
         record.end = now  # last: from here on the thread may take it
 
     def end_together(self, records: list[Record], error: BaseException | None) -> None:
@@ -189,11 +238,18 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------ coarse calls
 
-    def begin_deferred(self, name: str) -> Record | None:
+    def begin_deferred(self, name: str, run: int | None = None) -> Record | None:
         """Opens a live record whose span starts when the next record begins, or when it ends itself: before that,
-        the run has no identity and perhaps no provider. The span's start is now all the same."""
+        the run has no identity and perhaps no provider. The span's start is now all the same.
+
+        Args:
+            name: The name of its span.
+            run: The number of this run in the job; else they are counted in this process.
+        """
         if self.current is not None:
             return None
+        self._run_number = self._run_number + 1 if run is None else run
+        self.traces = None
         self._training_thread = get_ident()
         self.current = self._deferred = Record(name, LIVE, None, None)
         self._ready = False
@@ -210,14 +266,42 @@ class Recorder:
         if not self._ready:
             self._get_ready()
 
+    def is_in_the_runs_trace(self) -> bool:
+        """Whether what begins now and opens no step belongs to the trace that every rank works out alike: not where
+        the application has a trace of its own around the run."""
+        context = self.current.context if self.current is not None else None
+        context = context or trace.get_current_span().get_span_context()
+        return self.traces is not None and (not context.is_valid or context.trace_id == self.traces.run)
+
+    def scope(self) -> Identity | None:
+        """Of the step or evaluation that is running, if any."""
+        record = self.current
+        while record is not None and (record.identity is None or record.name not in _SCOPES):
+            record = record.parent
+        return None if record is None else record.identity
+
     def mute(self, muted: bool) -> None:
-        """Whether calls are of no interest at all for now."""
-        self._muted = muted
+        """Whether there is one more reason, or one less, why calls are of no interest at all for now."""
+        self._muted += 1 if muted else -1
         self._ready = False
 
-    def connect_by(self, connect: Callable[[], Connection]) -> None:
-        """How the next record is to connect."""
+    def _keeps(self, record: Record, root: int) -> bool:
+        """Whether the sampler keeps the trace that `record` is the outermost of. It is asked once for all that is
+        inside: a step is kept whole, or costs next to nothing."""
+        if record.span is not None:
+            return record.span.is_recording() or record.span.get_span_context().trace_flags.sampled
+        assert self._connection is not None
+        return self._connection.keeps(root, record.name)
+
+    def connect_by(
+        self,
+        connect: Callable[[], Connection],
+        plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None,
+    ) -> None:
+        """How the next record is to connect, and how each run of this process then gets its traces."""
         self._connect = connect
+        self._plan = plan
+        self.traces = None
         self._ready = False
 
     @property
@@ -237,6 +321,8 @@ class Recorder:
             self._connection = self._connect()
             self._connection.watch(lambda: self.drain(wait=False))
             self._connect = None
+        if self.traces is None and self._connection is not None:
+            self.traces = self._plan(self._connection, self._run_number)
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
             self._thread = threading.Thread(target=self._run, name="megatron-autoinstrument", daemon=True)
@@ -249,14 +335,44 @@ class Recorder:
         return True
 
     def _open(self, record: Record) -> None:
-        assert self._connection is not None
-        parent = None
-        if not trace.get_current_span().get_span_context().is_valid and record.parent is not None:
-            parent = _context_of(record.parent.context)
-        record.span = self._connection.tracer.start_span(
-            record.name, context=parent, start_time=record.start, attributes=record.attributes, links=record.links
-        )
+        place = self._place(record)
+        context: context_api.Context | None = None
+        if place.opens_step:
+            context = trace.set_span_in_context(trace.INVALID_SPAN)
+        elif not trace.get_current_span().get_span_context().is_valid:
+            context = _context_of(place.parent)
+        record.span = self._start(record, context, place)
         record.token = context_api.attach(trace.set_span_in_context(record.span))
+
+    def _place(self, record: Record) -> _Place:
+        at: Record | None = record
+        while at is not None:
+            if at.span is not None:
+                return _Place(at.span.get_span_context())
+            if at.root is not None:
+                return _Place(None, at.root, True, at.parent.context if at.parent is not None else None)
+            at = at.parent
+        if self.traces is not None and (not self.traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
+            return _Place(None, self.traces.run)
+        return _Place(None)
+
+    def _start(self, record: Record, context: context_api.Context | None, place: _Place) -> trace.Span:
+        assert self._connection is not None
+        links = [] if place.around is None else [Link(place.around)]
+        if isinstance(record.link, SpanContext):
+            links.append(Link(record.link))
+        elif record.link is not None:
+            trace_id = record.link[0][0]
+            links.append(Link(SpanContext(trace_id, span_id(record.link), is_remote=True, trace_flags=_SAMPLED)))
+        return self._connection.start_span(
+            record.name,
+            context,
+            record.start,
+            record.attributes,
+            links,
+            place.trace,
+            span_id(record.identity) if record.identity is not None else None,
+        )
 
     def release(self, attributes: dict[str, Any] | None = None) -> None:
         """Ends the span that is held, if any, with the end that its call had."""
@@ -310,7 +426,7 @@ class Recorder:
         """Opens a record of work that goes on while training does. It is no one's parent."""
         record = Record(name, FREQUENT, parent, attributes, owned=False)
         if (context := link.context) is not None:
-            record.links = [Link(context)]
+            record.link = context
         self._background.append(record)
         return record
 
@@ -380,14 +496,8 @@ class Recorder:
         if self._connection is None or self._connection.closed:
             self.dropped += 1
             return
-        parent = record.parent.context if record.parent is not None else None
-        span = self._connection.tracer.start_span(
-            record.name,
-            context=_context_of(parent),
-            start_time=record.start,
-            attributes=record.attributes,
-            links=record.links,
-        )
+        place = self._place(record)
+        span = self._start(record, _context_of(place.parent), place)
         assert record.end is not None
         _mark(span, record, record.end)
         record.span = span

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.semconv import COMBINED_MICROBATCHES
 from megatron_autoinstrument.spans import RECORDER, Record
+from megatron_autoinstrument.targets import schedules
 
 
 def _combined(original: Function, groups: frozenset[str]) -> Hook:
@@ -20,16 +21,17 @@ def _combined(original: Function, groups: frozenset[str]) -> Hook:
     )
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> list[Record] | None:
-        names, attributes = [], {}
-        if forward_model(args, kwargs) is not None:
-            names.append("megatron.microbatch.forward")
-        if backward_model(args, kwargs) is not None:
-            names.append("megatron.microbatch.backward")
-        if len(names) > 1:
-            attributes[COMBINED_MICROBATCHES] = True
+        models = {"forward": forward_model(args, kwargs), "backward": backward_model(args, kwargs)}
+        directions = [what for what, model in models.items() if model is not None]
+        identities = [schedules.identity_of_next(what) for what in directions]
+        attributes = {COMBINED_MICROBATCHES: True} if len(directions) > 1 else {}
+        names = [f"megatron.microbatch.{what}" for what in directions]
         records = RECORDER.begin_together(names, attributes) if names else None
-        if records is not None and (number := microbatch(args, kwargs)) is not None:
-            records[0].attributes = {**attributes, "megatron.microbatch_id": number}
+        if records is not None:
+            for record, identity in zip(records, identities, strict=True):
+                record.identity = identity
+            if (number := microbatch(args, kwargs)) is not None:
+                records[0].attributes = {**attributes, "megatron.microbatch_id": number}
         return records
 
     def end(records: list[Record], result: Any, error: BaseException | None) -> None:

@@ -14,6 +14,14 @@ when_known: Callable[[Any], None] = lambda args: None  # noqa: E731
 """Called with Megatron's arguments when they are parsed; the instrumentor sets it."""
 
 
+_ALWAYS = ("pipeline_model_parallel", "tensor_model_parallel", "data_parallel")
+_PARALLEL = {
+    **{kind: kind.replace("_model", "") for kind in _ALWAYS},
+    "context_parallel": "context_parallel",
+    "expert_model_parallel": "expert_parallel",
+}
+
+
 def args() -> Any | None:
     """Megatron's arguments, or None before they are parsed and where there is no `megatron.training`."""
     module = sys.modules.get("megatron.training.global_vars")
@@ -42,6 +50,19 @@ def tokens_per_iteration() -> int | None:
     if calculator is None or None in factors:
         return None
     return math.prod(factors) * calculator.get_num_microbatches() * (arg("gtp_weight_remat_size") or 1)
+
+
+def parallel_ranks() -> dict[str, int]:
+    """This rank's place in each kind of parallelism, and in context and expert parallelism where they are used."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if not getattr(state, "model_parallel_is_initialized", bool)():
+        return {}
+    found = {}
+    for kind, attribute in _PARALLEL.items():
+        rank, size = (getattr(state, f"get_{kind}_{what}", None) for what in ("rank", "world_size"))
+        if rank is not None and size is not None and (kind in _ALWAYS or size() > 1):
+            found[f"dl.{attribute}.rank"] = rank()
+    return found
 
 
 def peak_device_memory_gib() -> float | None:

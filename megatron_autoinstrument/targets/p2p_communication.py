@@ -11,16 +11,23 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_autoinstrument import ranks
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
-from megatron_autoinstrument.semconv import COMBINED, OVERLAPPED
+from megatron_autoinstrument.semconv import COMBINED, OVERLAPPED, SENDER_RECORDED
 from megatron_autoinstrument.spans import FREQUENT, RECORDER, Record
 from megatron_autoinstrument.targets import schedules
+from megatron_autoinstrument.traces import Identity
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _BRIDGE = "megatron.core.pipeline_parallel.bridge_communicator"
 _PARALLEL_STATE = "megatron.core.parallel_state"
+# What a receive gets has been sent after a microbatch's pass in this direction.
+_SENT = {
+    "megatron.p2p.recv_forward": ("recv_forward", "forward"),
+    "megatron.p2p.recv_backward": ("recv_backward", "backward"),
+}
 
 
 def _unless(value: Any) -> bool:
@@ -75,14 +82,22 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
         names = [name for name, read, test in directions if test(read(args, kwargs))]
         if not names:
             return None
-        linked = _begin_linked(*_stage(args)) if may_be_linked else None
+        run = schedules.running
+        sources = [_source(run, name, args, groups) if name in _SENT else None for name in names] if run else None
+        linked = _begin_linked(run, sources[0], *_stage(args)) if may_be_linked and run and sources else None
         attributes = {}
         if len(names) > 1:
             attributes[COMBINED] = True
         if overlap(args, kwargs):
             attributes[OVERLAPPED] = True
         records = RECORDER.begin_together(names, attributes)
-        return None if records is None else (linked, records)
+        if records is None:
+            return None
+        if sources is not None:
+            for record, source in zip(records, sources, strict=True):
+                if source is not None:
+                    _link(record, source)
+        return linked, records
 
     def end(token: tuple[Record | None, list[Record]], result: Any, error: BaseException | None) -> None:
         linked, records = token
@@ -124,21 +139,84 @@ def _stage(args: Arguments) -> tuple[int, int]:
     return state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
 
 
-def _begin_linked(stage: int, stages: int) -> Record | None:
+class _Source(NamedTuple):
+    """What a receive gets: the number of the tensor, of those that come this way in the pass, and who sent it."""
+
+    number: int
+    span: Identity | None
+    recorded: bool
+
+
+def _source(run: schedules.Pass, name: str, args: Arguments, groups: frozenset[str]) -> _Source:
+    """What `name` receives now."""
+    direction, what = _SENT[name]
+    number = run.next(direction)
+    if run.scope is None or not run.single:
+        return _Source(number, None, False)
+    sender, stage, stages = _neighbour(args, what)
+    recorded = ranks.recording(sender)
+    if recorded and "microbatch" in groups:
+        key = run.key(sender, what)
+        return _Source(number, key and (key, _of_sender(run, what, number, stage, stages)), True)
+    # Its step, or in an evaluation that one's step.
+    (trace, _, scope, *rest), _ = run.scope
+    if scope == "megatron.evaluate":
+        key = run.key(sender, "megatron.evaluate.step")
+        return _Source(number, key and (key, 0), recorded and "evaluate" in groups)
+    return _Source(number, ((trace, sender, scope, *rest), 0), recorded and "step" in groups)
+
+
+def _neighbour(args: Arguments, what: str) -> tuple[int, int, int]:
+    """The rank that sends "forward" or "backward" to this one; this one's stage, and the number of stages."""
+    stage, stages = _stage(args)
+    side = "prev" if what == "forward" else "next"
+    rank = getattr(args[0], f"{side}_rank", None)
+    if rank is None:
+        rank = getattr(sys.modules[_PARALLEL_STATE], f"get_pipeline_model_parallel_{side}_rank")()
+    return rank, stage, stages
+
+
+def _of_sender(run: schedules.Pass, what: str, number: int, stage: int, stages: int) -> int:
+    """The number that the microbatch of the tensor `number` has among the sender's own. Where the interleaved
+    schedule goes round from one end of the pipeline to the other, the chunk at the end sends nothing."""
+    if run.chunks == 1 or stage != (0 if what == "forward" else stages - 1):
+        return number
+    # Groups of microbatches go through the chunks in turn; the last of a pass may be smaller.
+    before, sent = 0, number
+    left = run.num_microbatches
+    while left > 0:
+        size = min(run.group_size or stages, left)
+        passed_on = size * (run.chunks - 1)
+        if sent < passed_on:
+            return before + sent
+        before, sent, left = before + size * run.chunks, sent - passed_on, left - size
+    return before + sent
+
+
+def _link(record: Record, source: _Source) -> None:
+    if source.span is None:
+        return
+    record.link = source.span
+    if not source.recorded:
+        record.attributes = {**(record.attributes or {}), SENDER_RECORDED: False}
+
+
+def _begin_linked(run: schedules.Pass, source: _Source | None, stage: int, stages: int) -> Record | None:
     """`megatron.pp.recv_forward.linked`: the warm-up receives of the non-interleaved schedule, and the one before
     its steady state. A pass with a backward makes no other plain receive; one without goes on making them."""
-    run = schedules.running
-    if run is None or run.interleaved:
+    if run.interleaved or source is None:
         return None
-    microbatch = run.received
-    run.received += 1
+    microbatch = source.number
     warmup = min(stages - stage - 1, run.num_microbatches)
     if microbatch > warmup:
         return None
     attributes = {"dl.pipeline_parallel.rank": stage}
     if microbatch < warmup:
         attributes["dl.microbatch_id"] = microbatch
-    return RECORDER.begin("megatron.pp.recv_forward.linked", FREQUENT, attributes)
+    record = RECORDER.begin("megatron.pp.recv_forward.linked", FREQUENT, attributes)
+    if record is not None:
+        _link(record, source)
+    return record
 
 
 SEAMS = tuple(

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from megatron_autoinstrument import torch_state
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.semconv import FORWARD_ONLY
-from megatron_autoinstrument.spans import LIVE, RECORDER, Record, kind_of, span
+from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER, Record, kind_of
+from megatron_autoinstrument.traces import Identity, Key
 
 _MODULE = "megatron.core.pipeline_parallel.schedules"
 _CAPTURE = (None, None)
@@ -21,18 +22,80 @@ _PASSES = ("megatron.forward_backward", "megatron.evaluate.step")
 
 
 class Pass:
-    """A schedule's run, as far as the receives inside it need to know it."""
+    """A schedule's run: which of its microbatches each call inside it belongs to. A stage sends in the order in which
+    it computes, so that the number of a receive tells what is received."""
 
-    __slots__ = ("interleaved", "num_microbatches", "received")
+    __slots__ = ("chunks", "group_size", "interleaved", "num_microbatches", "number", "numbers", "scope", "single")
 
-    def __init__(self, interleaved: bool, num_microbatches: int) -> None:
+    def __init__(self, interleaved: bool, kwargs: Mapping[str, Any]) -> None:
         self.interleaved = interleaved
-        self.num_microbatches = num_microbatches
-        self.received = 0  # calls of recv_forward so far
+        self.num_microbatches: int = kwargs["num_microbatches"]
+        model = kwargs.get("model")
+        self.chunks = len(model) if interleaved and isinstance(model, list) else 1
+        # Of the microbatches that a chunk takes in turn; None: as many as there are stages.
+        self.group_size: int | None = (
+            getattr(getattr(model[0], "config", None), "microbatch_group_size_per_vp_stage", None)
+            if self.chunks > 1
+            else None
+        )
+        # Tensors per microbatch and direction: an encoder-decoder model has two, a multi-module one any number.
+        self.single = (
+            kwargs.get("decoder_seq_length") is None
+            and "MultiModule" not in type(kwargs.get("p2p_communicator")).__name__
+        )
+        self.scope = RECORDER.scope()
+        self.number = _number_in(self.scope)
+        self.numbers = {"forward": 0, "backward": 0, "recv_forward": 0, "recv_backward": 0}
+
+    def next(self, what: str) -> int:
+        """The number of this call, of those of its kind."""
+        number = self.numbers[what]
+        self.numbers[what] = number + 1
+        return number
+
+    def key(self, rank: int, what: str) -> Key | None:
+        """Of `rank`'s calls `what` ("forward" or "backward") in this pass; None outside steps and evaluations."""
+        if self.scope is None:
+            return None
+        (trace, _, *scope), _ = self.scope
+        return (trace, rank, what, *scope, self.number)
 
 
 running: Pass | None = None
 """The run of a schedule that is going on."""
+
+_passes: tuple[Identity | None, int] = (None, 0)  # the step or evaluation of the latest pass, and its number there
+
+
+def _number_in(scope: Identity | None) -> int:
+    global _passes
+    _passes = (scope, _passes[1] + 1 if _passes[0] == scope else 0)
+    return _passes[1]
+
+
+def _microbatch(what: str, original: Function, groups: frozenset[str]) -> Hook:
+    name = f"megatron.microbatch.{what}"
+    microbatch = argument(original, "current_microbatch")
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
+        number = microbatch(args, kwargs)
+        return RECORDER.begin(
+            name, FREQUENT, None if number is None else {"megatron.microbatch_id": number}, identity_of_next(what)
+        )
+
+    def end(record: Record, result: Any, error: BaseException | None) -> None:
+        RECORDER.end(record, error)
+
+    return Hook(begin, end)
+
+
+def identity_of_next(what: str) -> Identity | None:
+    """Of the microbatch that goes "forward" or "backward" now."""
+    if running is None:
+        return None
+    number, traces = running.next(what), RECORDER.traces
+    key = None if traces is None else running.key(traces.rank, what)
+    return None if key is None else (key, number)
 
 
 def _schedule(schedule: str, original: Function, groups: frozenset[str]) -> Hook:
@@ -48,18 +111,22 @@ def _schedule(schedule: str, original: Function, groups: frozenset[str]) -> Hook
             RECORDER.mute(True)
             return _CAPTURE
         # Every version takes these by keyword alone.
-        num_microbatches = kwargs["num_microbatches"]
         record: Record | None = None
-        if (current := RECORDER.current) is not None and current.name == "megatron.evaluate":
-            if kwargs.get("collect_non_loss_data"):
-                return None  # one more pass after the last step, on the last rank alone
-            record = RECORDER.begin("megatron.evaluate.step", evaluation_kind)
+        current = RECORDER.current
+        evaluating = current is not None and current.name == "megatron.evaluate"
+        if evaluating and kwargs.get("collect_non_loss_data"):
+            return None  # one more pass after the last step, on the last rank alone
+        this = Pass(interleaved, kwargs)
+        if evaluating:
+            traces = RECORDER.traces
+            key = None if traces is None else this.key(traces.rank, "megatron.evaluate.step")
+            record = RECORDER.begin("megatron.evaluate.step", evaluation_kind, None, None if key is None else (key, 0))
         elif current is None or current.name not in _PASSES:  # else this is the wrapper's own run of it
-            attributes = {"megatron.num_microbatches": num_microbatches}
+            attributes = {"megatron.num_microbatches": this.num_microbatches}
             if kwargs.get("forward_only"):
                 attributes[FORWARD_ONLY] = True
             record = RECORDER.begin("megatron.forward_backward", iteration_kind, attributes)
-        outer, running = running, Pass(interleaved, num_microbatches)
+        outer, running = running, this
         return record, outer
 
     def end(token: tuple[Record | None, Pass | None], result: Any, error: BaseException | None) -> None:
@@ -88,14 +155,12 @@ SEAMS = (
             ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper.__call__"),
         )
     ),
-    Seam(
-        _MODULE,
-        "forward_step",
-        {"microbatch"},
-        span("megatron.microbatch.forward", given={"megatron.microbatch_id": "current_microbatch"}),
-    ),
     *(
-        Seam(_MODULE, path, {"microbatch"}, span("megatron.microbatch.backward"))
-        for path in ("backward_step", "backward_step_multimodule")  # the latter from core 0.17 on
+        Seam(_MODULE, path, {"microbatch"}, partial(_microbatch, what))
+        for path, what in (
+            ("forward_step", "forward"),
+            ("backward_step", "backward"),
+            ("backward_step_multimodule", "backward"),  # from core 0.17 on
+        )
     ),
 )

@@ -8,19 +8,20 @@ from typing import Any
 from megatron_autoinstrument import metrics
 from megatron_autoinstrument.groups import GROUPS, METRICS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
-from megatron_autoinstrument.spans import RECORDER, Record, span
+from megatron_autoinstrument.spans import LIVE, RECORDER, RUN_GROUPS, Record, kind_of, span
 from megatron_autoinstrument.targets import global_vars
 
 _MODULE = "megatron.training.training"
 _EVERY_GROUP = frozenset(GROUPS) | {METRICS}
+_OF_A_STEP = frozenset(GROUPS) - RUN_GROUPS - {"inference"}
 
 
 def _pretrain(original: Function, groups: frozenset[str]) -> Hook:
     """The run. Its span starts at the call, but is opened once the run's identity is settled."""
-    model_type = argument(original, "model_type")
+    model_type, restarts = argument(original, "model_type"), argument(original, "inprocess_call_wrapper")
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record, Any] | None:
-        record = RECORDER.begin_deferred("megatron.pretrain")
+        record = RECORDER.begin_deferred("megatron.pretrain", getattr(restarts(args, kwargs), "iteration", None))
         return (record, model_type(args, kwargs)) if record is not None else None
 
     def end(token: tuple[Record, Any], result: Any, error: BaseException | None) -> None:
@@ -41,33 +42,89 @@ def _setup_model_and_optimizer(original: Function, groups: frozenset[str]) -> Ho
     hook = span("megatron.model_init", live=True)(original, groups)
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+        global _latest
+        _latest = (0, 0)
+        _parallel_ranks.clear()
         RECORDER.settle()
         return hook.begin(args, kwargs)
 
     return Hook(begin, hook.end)
 
 
-def _train_step(original: Function, groups: frozenset[str]) -> Hook:
-    iteration = argument(original, "iteration")
+_latest = (0, 0)  # the step that came last, and how often the run has gone back to an earlier one
 
-    def number(args: Arguments, kwargs: Mapping[str, Any]) -> int | None:
-        """The iteration as Megatron prints it: it counts finished ones, and before core 0.16 didn't pass that on."""
+
+def _train_step(original: Function, groups: frozenset[str]) -> Hook:
+    """A step: the trace of all that happens in it, also where its own group is off."""
+    iteration = argument(original, "iteration")
+    kind = kind_of("megatron.train_step", LIVE, groups)
+
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
+        global _latest
+        # Megatron counts finished ones, prints one more, and before core 0.16 didn't pass it on.
         finished = iteration(args, kwargs)
         if finished is None:
             finished = global_vars.arg("curr_iteration")
-        return None if finished is None else finished + 1
+        RECORDER.settle()
+        traces = RECORDER.traces
+        if finished is None or traces is None or not (traces.per_step or RECORDER.is_in_the_runs_trace()):
+            attributes = {} if finished is None else {"megatron.iteration": finished + 1}
+            return RECORDER.begin("megatron.train_step", kind, attributes | _ranks())
+        latest, rewinds = _latest
+        number = finished + 1
+        _latest = (number, rewinds + (number <= latest))
+        trace = traces.of_step(*_latest)
+        return RECORDER.begin(
+            "megatron.train_step",
+            kind,
+            {"megatron.iteration": number, **_ranks()},
+            ((trace, traces.rank, "megatron.train_step", *_latest), 0),
+            trace if traces.per_step else None,
+        )
 
-    return span("megatron.train_step", live=True, given={"megatron.iteration": number}, hold=True)(original, groups)
+    def end(record: Record, result: Any, error: BaseException | None) -> None:
+        RECORDER.end(record, error, hold=True)
+
+    return Hook(begin, end)
+
+
+_parallel_ranks: dict[str, int] = {}
+
+
+def _ranks() -> dict[str, int]:
+    """The same as long as the process lives, but for a restart in it."""
+    if not _parallel_ranks:
+        _parallel_ranks.update(global_vars.parallel_ranks())
+    return _parallel_ranks
+
+
+_evaluated = (-1, 0)  # after which iteration it was evaluated last, and how often then
 
 
 def _evaluate(original: Function, groups: frozenset[str]) -> Hook:
     eval_iters = argument(original, "eval_iters")
+    kind = kind_of("megatron.evaluate", LIVE, groups)
 
-    def number(args: Arguments, kwargs: Mapping[str, Any]) -> int | None:
-        given = eval_iters(args, kwargs)
-        return global_vars.arg("eval_iters") if given is None else given
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
+        global _evaluated
+        number = eval_iters(args, kwargs)
+        if number is None:
+            number = global_vars.arg("eval_iters")
+        after = global_vars.arg("curr_iteration") or 0
+        _evaluated = (after, _evaluated[1] + 1 if _evaluated[0] == after else 0)
+        RECORDER.settle()
+        traces = RECORDER.traces if RECORDER.is_in_the_runs_trace() else None
+        return RECORDER.begin(
+            "megatron.evaluate",
+            kind,
+            None if number is None else {"megatron.eval_iters": number},
+            None if traces is None else ((traces.run, traces.rank, "megatron.evaluate", *_evaluated), 0),
+        )
 
-    return span("megatron.evaluate", live=True, given={"megatron.eval_iters": number})(original, groups)
+    def end(record: Record, result: Any, error: BaseException | None) -> None:
+        RECORDER.end(record, error)
+
+    return Hook(begin, end)
 
 
 class _Interval:
@@ -179,8 +236,8 @@ SEAMS = (
             given={"megatron.train_iters": lambda args, kwargs: global_vars.arg("train_iters")},
         ),
     ),
-    Seam(_MODULE, "train_step", {"step"}, _train_step),
+    Seam(_MODULE, "train_step", _OF_A_STEP, _train_step),
     Seam(_MODULE, "training_log", {"step", METRICS}, _training_log),
-    # A schedule that runs inside an evaluation is no forward-backward pass of an iteration.
-    Seam(_MODULE, "evaluate", {"evaluate", "forward_backward"}, _evaluate),
+    # A schedule that runs inside an evaluation is no forward-backward pass of an iteration, nor are its receives.
+    Seam(_MODULE, "evaluate", {"evaluate", "forward_backward", "communication"}, _evaluate),
 )

@@ -1,0 +1,40 @@
+"""Which trace a span belongs to, and ids that every rank works out alike, so that ranks can name each other's spans
+without a byte between them.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+Key = tuple[Any, ...]
+"""(trace id, global rank, what, …): a span, or where it is one of several alike, their series."""
+
+Identity = tuple[Key, int]
+"""A span: its key, and its number in the series."""
+
+
+def trace_id(*parts: Any) -> int:
+    """The trace id that belongs to `parts`: ints, floats, strings and tuples of them."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=16).digest(), "big") or 1
+
+
+def span_id(identity: Identity) -> int:
+    """The span id that belongs to `identity`."""
+    return int.from_bytes(blake2b(repr(identity).encode(), digest_size=8).digest(), "big") or 1
+
+
+class Traces(NamedTuple):
+    """The traces of one run of Megatron's `pretrain`, as this rank sees them."""
+
+    key: str
+    """Of the run, the same on every rank, and another one after each restart."""
+    rank: int
+    per_step: bool
+    """Whether each step is a trace of its own."""
+    run: int
+    """The trace of what belongs to no step."""
+
+    def of_step(self, iteration: int, rewinds: int) -> int:
+        """The trace of a step; `rewinds` tells apart the times that a run goes back to an earlier iteration."""
+        return trace_id(self.key, iteration, rewinds) if self.per_step else self.run
