@@ -95,7 +95,7 @@ SEAMS = (
         span("megatron.microbatch.forward", given={"megatron.microbatch_id": "current_microbatch"}),
     ),
     *(
-        Seam(_MODULE, path, {"microbatch"}, span("megatron.microbatch.backward"))
+        Seam(_MODULE, path, {"microbatch"}, span("megatron.microbatch.backward"), optional=path != "backward_step")
         for path in ("backward_step", "backward_step_multimodule")  # the latter from core 0.17 on
     ),
 )
