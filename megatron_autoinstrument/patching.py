@@ -54,6 +54,7 @@ class Seam:
         home: The module that defines the function, where that is another one.
         unless: Another path in the module, or in the module before a colon. Where it exists, it takes this function's
             place, which is left alone.
+        optional: Whether it is no news that a version of Megatron lacks it.
     """
 
     module: str
@@ -62,6 +63,7 @@ class Seam:
     hook: Callable[[Function, frozenset[str]], Hook]
     home: str | None = None
     unless: str | None = None
+    optional: bool = False
 
 
 class _Patch:
@@ -221,6 +223,8 @@ class Ledger:
                 holder, name, original = wrapt.resolve_path(module, seam.path)
             except AttributeError:
                 holder, name, original = module, seam.path, None
+            if seam.optional and original is None:
+                continue
             if not _can_wrap(holder, original):
                 _logger.info(
                     "This Megatron has no %s.%s that we know: nothing is recorded of it.", seam.module, seam.path
@@ -248,6 +252,10 @@ class Ledger:
         patch.hook = hook
         if patch.original is not function:
             return  # ours is below another's wrapper already
+        if inspect.isclass(holder) and name not in vars(holder):
+            # By the name of the base class's function, pickle would find that one.
+            patch.wrapper.__module__ = holder.__module__
+            patch.wrapper.__qualname__ = f"{holder.__qualname__}.{name}"
         replacement = kind(patch.wrapper) if kind else patch.wrapper
         self._replacements.append(_Replacement(holder, name, original, replacement, name not in vars(holder)))
         setattr(holder, name, replacement)

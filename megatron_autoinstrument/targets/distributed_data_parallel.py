@@ -2,7 +2,7 @@
 
 `finish_grad_sync` ends it in every run. `start_grad_sync` runs only where the schedule aligns the launches
 (`--align-grad-reduce`, the default of interleaving); all other launches are in param_and_grad_buffer.py.
-The FSDP variants stand in its place, and launch inside.
+Megatron's FSDP stands in its place; with torch's (`--use-torch-fsdp2`) the two functions do nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ _CLASSES = (
     ("distributed_data_parallel", "DistributedDataParallel"),
     ("fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP"),  # core 0.14 on
     ("custom_fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),  # 0.12 and 0.13
-    ("torch_fully_sharded_data_parallel", "TorchFullyShardedDataParallel"),  # inherits the two, which do nothing
 )
 
 SEAMS = tuple(

@@ -225,6 +225,6 @@ SEAMS = tuple(
     for seam in (
         Seam(_MODULE, f"P2PCommunicator.{name}", {"communication"}, partial(_operation, name), unless=name),
         Seam(_MODULE, name, {"communication"}, partial(_operation, name), unless="P2PCommunicator"),
-        Seam(_BRIDGE, f"BridgeCommunicator.{name}", {"communication"}, partial(_bridge_operation, name)),
+        Seam(_BRIDGE, f"BridgeCommunicator.{name}", {"communication"}, partial(_bridge_operation, name), optional=True),
     )
 )

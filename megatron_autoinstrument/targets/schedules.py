@@ -30,7 +30,7 @@ class Pass:
     def __init__(self, interleaved: bool, kwargs: Mapping[str, Any]) -> None:
         self.interleaved = interleaved
         self.num_microbatches: int = kwargs["num_microbatches"]
-        model = kwargs.get("model")
+        model: Any = kwargs.get("model")
         self.chunks = len(model) if interleaved and isinstance(model, list) else 1
         # Of the microbatches that a chunk takes in turn; None: as many as there are stages.
         self.group_size: int | None = (
@@ -156,7 +156,7 @@ SEAMS = (
         )
     ),
     *(
-        Seam(_MODULE, path, {"microbatch"}, partial(_microbatch, what))
+        Seam(_MODULE, path, {"microbatch"}, partial(_microbatch, what), optional="multimodule" in path)
         for path, what in (
             ("forward_step", "forward"),
             ("backward_step", "backward"),

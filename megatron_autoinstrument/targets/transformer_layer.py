@@ -60,12 +60,15 @@ _MLP = layer_span("megatron.layer.mlp")
 
 SEAMS = (
     Seam(_MODULE, "TransformerLayer.forward", {"layer"}, layer_span("megatron.layer.forward")),
-    Seam(_MODULE, "TransformerLayer._forward_attention", {"layer"}, layer_span("megatron.layer.self_attention")),
-    Seam(_MODULE, "TransformerLayer._forward_mlp", {"layer"}, _MLP),
-    # Calls the one above, unless CUDA graphs split it.
-    Seam(_MODULE, "MoETransformerLayer._forward_mlp", {"layer"}, _MLP),
-    # Calls the first one's halves, not itself.
-    Seam(_MODULE, "HyperConnectionTransformerLayer.forward", {"layer"}, layer_span("megatron.layer.forward")),
+    *(
+        Seam(_MODULE, path, {"layer"}, hook, optional=True)
+        for path, hook in (
+            ("TransformerLayer._forward_attention", layer_span("megatron.layer.self_attention")),
+            ("TransformerLayer._forward_mlp", _MLP),
+            ("MoETransformerLayer._forward_mlp", _MLP),  # calls the one above, unless CUDA graphs split it
+            ("HyperConnectionTransformerLayer.forward", layer_span("megatron.layer.forward")),  # calls the halves
+        )
+    ),
     *(
         Seam(f"{_TRANSFORMER}.{module}", path, {"layer"}, hook, unless=_HALVES)
         for module, path, hook in (

@@ -85,6 +85,7 @@ def test_by_default_nothing_that_runs_per_step_is_patched_but_what_evaluation_an
         "core.pipeline_parallel.schedules.forward_backward_no_pipelining",
         "core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",
         "core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving",
+        "core.full_cuda_graph.FullCudaGraphWrapper.__call__",
         # Megatron's log, in every step, and what it reads when it does log.
         "training.training.training_log",
         "training.one_logger_utils.track_e2e_metrics",

@@ -18,6 +18,7 @@ def test_defaults(alone):
         span_groups=groups.PRESETS["default"],
         metrics=True,
         logs=False,
+        trace_scope="step",
         sampling_strategy=None,
         service_name=None,
         exporter=None,

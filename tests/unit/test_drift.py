@@ -613,13 +613,6 @@ def test_fsdp_without_overlap_starts_its_synchronisation_in_finish(load, instrum
     assert tree() == ["grad_sync.finish", "  grad_sync.start"]
 
 
-def test_torch_fsdp_finishes_its_synchronisation(load, instrument, tree):
-    model = load("torch_fsdp_0_19").TorchFullyShardedDataParallel()
-    instrument()
-    model.finish_grad_sync(force_all_reduce=False)
-    assert tree() == ["grad_sync.finish"]
-
-
 @pytest.mark.parametrize("standin", ["combined_1f1b_0_14", "combined_1f1b_0_18"])
 def test_combined_1f1b_gives_the_forward_of_one_microbatch_and_the_backward_of_another(load, instrument, tree, standin):
     module = load(standin)

@@ -115,6 +115,17 @@ def test_bound_methods_of_one_object_are_equal_and_can_be_copied_and_pickled(led
     assert pickle.loads(pickle.dumps(communicator.send))(1)[1] == 1
 
 
+def test_an_inherited_method_is_pickled_as_the_class_that_it_was_patched_in_has_it(ledger, fake_module, hook, calls):
+    fake_module("megatron")
+    module = fake_module("megatron.fake", SOURCE)
+    vars(module)["__name__"] = "megatron.fake"
+    exec(SOURCE, vars(module))
+    ledger.install([seam("Communicator.inherited", hook)], ALL)
+    assert pickle.loads(pickle.dumps(module.Communicator.inherited)) is module.Communicator.inherited
+    ledger.uninstall()
+    assert pickle.loads(pickle.dumps(module.Communicator().inherited))() == "inherited"
+
+
 def test_static_and_class_methods_stay_what_they_are(ledger, module, hook, calls):
     ledger.install([seam("Communicator.static", hook), seam("Communicator.cls", hook)], ALL)
     assert module.Communicator.static(1) == 1
