@@ -77,6 +77,7 @@ class Run:
 def train(
     *options: str,
     ranks: int = 2,
+    launcher: Sequence[str] = (),
     way: str = INSTRUMENT,
     script: Path = FIXTURES / "pretrain_tiny_gpt.py",
     environment: Mapping[str, str] = EVERYTHING,
@@ -88,6 +89,7 @@ def train(
 
     Args:
         options: Megatron's, after those of fixtures/tiny_gpt.args.
+        launcher: More options of torchrun's.
         way: PLAIN, INSTRUMENT (the wrapper command) or PTH (the variable alone).
         script: The training script.
         environment: Variables to set.
@@ -95,7 +97,7 @@ def train(
         megatron: A folder with another Megatron, likewise.
     """
     tiny = (FIXTURES / "tiny_gpt.args").read_text().split()
-    command = [BIN / "torchrun", "--nproc-per-node", str(ranks), script, *tiny, *options]
+    command = [BIN / "torchrun", "--nproc-per-node", str(ranks), *launcher, script, *tiny, *options]
     if way == INSTRUMENT:
         command.insert(0, (otel / "bin" if otel else BIN) / "opentelemetry-instrument")
     base = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "MEGATRON_", "NEMO_"))}

@@ -144,13 +144,16 @@ def test_each_rank_records_the_right_number_of_every_span(name):
 
 @scenarios
 def test_each_span_has_its_documented_parent(name):
+    by_id = {span.span_id: span for span in run_of(name).spans}
     for span in run_of(name).spans:
-        assert (span.parent is None) == (span.name == "megatron.pretrain"), span.name
+        # A step is the root of a trace, linked to what it is in.
+        assert (span.parent is None) == (span.name in ("megatron.pretrain", "megatron.train_step")), span.name
         ancestors = [span.name]
-        above = span.parent
-        while above is not None:
+        above = span
+        while above.name != "megatron.pretrain":
+            above = above.parent or by_id[above.links[0]]
+            assert above.resource == span.resource
             ancestors.append(above.name)
-            above = above.parent
         documented = DOCUMENTED_PARENT.get(span.name, "megatron.train")  # for those beyond the guide
         if "megatron.evaluate.step" in ancestors[1:]:
             documented = "megatron.evaluate.step"  # what runs in an evaluation has no step around it

@@ -4,6 +4,7 @@ import sys
 import types
 
 import pytest
+from opentelemetry import context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -26,6 +27,13 @@ def _plain_environment(monkeypatch):
             monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_current():
+    token = context.attach(context.Context())
+    yield
+    context.detach(token)
 
 
 @pytest.fixture(autouse=True)

@@ -118,6 +118,7 @@ def reader():
 @pytest.fixture
 def instrument(monkeypatch, provider, reader):
     monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "all")
+    monkeypatch.setenv("MEGATRON_OTEL_TRACE_SCOPE", "run")
     monkeypatch.setattr(training_target, "_skipped_iterations", 0)
     monkeypatch.setattr(training_target, "_loss_name", None)
     monkeypatch.setattr(schedules_target, "running", None)

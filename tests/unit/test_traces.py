@@ -1,0 +1,271 @@
+"""A stand-in of the training loop, run by several ranks one after the other, each with a provider of its own."""
+
+import random
+import types
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
+
+from megatron_autoinstrument import MegatronInstrumentor, config, instrumentor, ranks, traces
+from megatron_autoinstrument.targets import p2p_communication, schedules
+
+TRAINING = """
+_TRAIN_START_TIME = 1234.5
+def pretrain(iterations):
+    setup_model_and_optimizer()
+    train(iterations)
+def setup_model_and_optimizer():
+    pass
+def train(iterations):
+    for iteration in iterations:
+        train_step(iteration=iteration)
+        evaluate(eval_iters=1)
+def train_step(iteration=None):
+    from megatron.core.pipeline_parallel import schedules
+    schedules.forward_backward_no_pipelining(num_microbatches=2, forward_only=False)
+    optimizer_step()
+def optimizer_step():
+    pass
+def evaluate(eval_iters):
+    from megatron.core.pipeline_parallel import schedules
+    schedules.forward_backward_no_pipelining(num_microbatches=1, forward_only=True)
+"""
+SCHEDULES = """
+def forward_backward_no_pipelining(*, num_microbatches, forward_only):
+    for number in range(num_microbatches):
+        forward_step(current_microbatch=number)
+        if not forward_only:
+            backward_step()
+def forward_step(current_microbatch):
+    pass
+def backward_step():
+    pass
+"""
+
+
+@pytest.fixture
+def training(fake_module, monkeypatch):
+    for name in ("megatron", "megatron.core", "megatron.core.pipeline_parallel", "megatron.training"):
+        fake_module(name)
+    fake_module("megatron.training.global_vars", "_GLOBAL_ARGS = None").args = None
+    module = fake_module("megatron.core.pipeline_parallel.schedules", SCHEDULES)
+    monkeypatch.setattr(schedules, "running", None)
+    monkeypatch.setitem(vars(__import__("sys").modules["megatron.core.pipeline_parallel"]), "schedules", module)
+    return fake_module("megatron.training.training", TRAINING)
+
+
+@pytest.fixture
+def spans_of(training, monkeypatch):
+    """What a rank records of a run of these iterations."""
+
+    def spans_of(rank, iterations, sampler=None, groups="all", generator=None, run=1, **variables):
+        for name, value in {
+            "RANK": rank,
+            "WORLD_SIZE": 4,
+            "MEGATRON_OTEL_SPAN_GROUPS": groups,
+            "MEGATRON_OTEL_RANK_STRATEGY": "all_ranks",
+            "NEMO_LENS_RUN_ID": "run",
+            **variables,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+        exporter = InMemorySpanExporter()
+        provider = TracerProvider(sampler=sampler, id_generator=generator)
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        recorder = instrumentor.RECORDER
+        monkeypatch.setattr(recorder, "_run_number", run - 1)
+        MegatronInstrumentor().instrument(tracer_provider=provider)
+        try:
+            training.pretrain(iterations)
+        finally:
+            MegatronInstrumentor().uninstrument()
+            recorder.abandon()
+        return exporter.get_finished_spans()
+
+    return spans_of
+
+
+def steps(spans):
+    return {span.attributes["megatron.iteration"]: span for span in spans if span.name == "megatron.train_step"}
+
+
+def test_each_step_is_a_root_of_a_trace_that_all_ranks_share_linked_to_its_run(spans_of):
+    of_ranks = [spans_of(rank, range(3)) for rank in range(3)]
+    for number in (1, 2, 3):
+        roots = [steps(spans)[number] for spans in of_ranks]
+        assert len({root.context.trace_id for root in roots}) == 1
+        assert len({root.context.span_id for root in roots}) == 3
+        for spans, root in zip(of_ranks, roots, strict=True):
+            assert root.parent is None
+            (train,) = [span for span in spans if span.name == "megatron.train"]
+            assert [link.context for link in root.links] == [train.context]
+            inside = [span for span in spans if span.context.trace_id == root.context.trace_id]
+            assert len(inside) == 1 + 1 + 2 * 2
+    assert len({root.context.trace_id for root in steps(of_ranks[0]).values()}) == 3
+
+
+def test_evaluations_are_in_the_trace_of_the_run_on_all_ranks(spans_of):
+    run = {
+        span.context.trace_id
+        for rank in (0, 1)
+        for span in spans_of(rank, range(3))
+        if span.name in ("megatron.pretrain", "megatron.train", "megatron.evaluate", "megatron.evaluate.step")
+    }
+    assert len(run) == 1
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        {"run": 2},  # of the same process
+        {"TORCHELASTIC_RESTART_COUNT": "1"},
+        {"SLURM_RESTART_COUNT": "1"},
+        {"NEMO_LENS_RUN_ID": "other"},
+        {"iterations": [4, 0]},  # back to an earlier one
+    ],
+)
+def test_an_iteration_that_is_run_again_has_another_trace(spans_of, again):
+    first = steps(spans_of(0, [0]))[1]
+    again = {"iterations": [0], **again}
+    second = steps(spans_of(0, again.pop("iterations"), **again))[1]
+    assert first.context.trace_id != second.context.trace_id
+    assert first.context.span_id != second.context.span_id
+
+
+def test_a_ratio_keeps_whole_steps_the_same_ones_on_every_rank(spans_of):
+    kept = []
+    for rank in range(4):
+        spans = spans_of(rank, range(200), ParentBased(TraceIdRatioBased(0.3)))
+        kept.append(set(steps(spans)))
+        names = [span.name for span in spans]
+        assert names.count("megatron.pretrain") == names.count("megatron.train") == 1
+        assert names.count("megatron.evaluate") == 200
+        assert names.count("megatron.microbatch.backward") == 2 * len(kept[-1])
+    assert kept[0] == kept[1] == kept[2] == kept[3]
+    assert 30 < len(kept[0]) < 90
+
+
+def test_a_step_that_the_sampler_drops_makes_no_record_of_what_is_inside(spans_of, monkeypatch):
+    recorder = instrumentor.RECORDER
+    kept = []
+    keep = recorder._keep
+    monkeypatch.setattr(recorder, "_keep", lambda record: kept.append(record.name) or keep(record))
+    for groups in ("all", "job,microbatch"):  # asked once, by the step's span or for it
+        kept.clear()
+        assert not spans_of(0, range(3), ALWAYS_OFF, groups)
+        assert "megatron.microbatch.backward" not in kept
+        spans_of(0, range(3), None, groups)
+        assert kept.count("megatron.microbatch.backward") == 6
+
+
+def test_what_comes_after_a_dropped_step_is_recorded(spans_of):
+    spans = spans_of(0, range(40), ParentBased(TraceIdRatioBased(0.3)))
+    kept = steps(spans)
+    assert 0 < len(kept) < 40
+    assert sum(span.name == "megatron.forward_backward" for span in spans) == len(kept)
+
+
+def test_without_their_group_the_spans_inside_are_roots_of_the_steps_trace(spans_of):
+    whole = steps(spans_of(0, range(2)))
+    spans = spans_of(1, range(2), groups="job,microbatch")
+    train = next(span for span in spans if span.name == "megatron.train")
+    inside = [span for span in spans if span.name == "megatron.microbatch.backward"]
+    assert [span.context.trace_id for span in inside] == [whole[n].context.trace_id for n in (1, 1, 2, 2)]
+    for span in inside:
+        assert span.parent is None
+        assert [link.context for link in span.links] == [train.context]
+
+
+def test_in_the_runs_scope_steps_are_inside_it(spans_of):
+    spans = spans_of(0, range(2), MEGATRON_OTEL_TRACE_SCOPE="run")
+    assert len({span.context.trace_id for span in spans}) == 1
+    train = next(span for span in spans if span.name == "megatron.train")
+    assert {step.parent.span_id for step in steps(spans).values()} == {train.context.span_id}
+    assert not any(step.links for step in steps(spans).values())
+
+
+def test_a_step_is_a_root_also_where_the_application_has_a_span_around_the_run(spans_of):
+    with TracerProvider().get_tracer("theirs").start_as_current_span("job") as job:
+        spans = spans_of(0, range(2))
+    pretrain = next(span for span in spans if span.name == "megatron.pretrain")
+    assert pretrain.parent.span_id == job.get_span_context().span_id
+    assert all(step.parent is None for step in steps(spans).values())
+    assert all(step.context.trace_id != pretrain.context.trace_id for step in steps(spans).values())
+
+
+def test_an_id_generator_that_someone_chose_is_left_alone(spans_of):
+    class Chosen(RandomIdGenerator):
+        def generate_trace_id(self):
+            return 7 << 100 | super().generate_trace_id() >> 28
+
+    spans = spans_of(0, range(2), generator=Chosen())
+    assert {span.context.trace_id >> 100 for span in spans} == {7}
+    train = next(span for span in spans if span.name == "megatron.train")
+    assert {step.parent.span_id for step in steps(spans).values()} == {train.context.span_id}
+
+
+def test_pythons_random_state_stays_as_it_is(spans_of):
+    before = random.getstate()
+    spans_of(0, range(3))
+    assert random.getstate() == before
+
+
+def test_inside_a_step_its_span_is_the_current_one(spans_of, training):
+    seen = []
+    training.optimizer_step = lambda: seen.append(trace.get_current_span().get_span_context())
+    spans = spans_of(0, range(1))
+    assert [context.span_id for context in seen] == [steps(spans)[1].context.span_id]
+
+
+# ------------------------------------------------------------------------------------------ which microbatch it is
+
+
+def table(microbatches, chunks, group):
+    """The order in which the interleaved schedule computes (microbatch, chunk) forward, as Megatron's table has it."""
+    return [
+        (microbatch, chunk)
+        for start in range(0, microbatches, group)
+        for chunk in range(chunks)
+        for microbatch in range(start, min(start + group, microbatches))
+    ]
+
+
+@pytest.mark.parametrize(("microbatches", "chunks", "group", "stages"), [(8, 2, 2, 2), (8, 3, 4, 4), (10, 2, 4, 4)])
+def test_round_the_ends_of_the_pipeline_the_chunk_at_the_end_sends_nothing(microbatches, chunks, group, stages):
+    run = types.SimpleNamespace(
+        chunks=chunks, group_size=None if group == stages else group, num_microbatches=microbatches
+    )
+    forward = table(microbatches, chunks, group)
+    backward = [(microbatch, chunks - 1 - chunk) for microbatch, chunk in forward]
+    for what, order, end in (("forward", forward, chunks - 1), ("backward", backward, 0)):
+        sent = [number for number, (_, chunk) in enumerate(order) if chunk != end]
+        first = 0 if what == "forward" else stages - 1
+        for stage in range(stages):
+            expected = sent if stage == first else list(range(len(order)))
+            assert [
+                p2p_communication._of_sender(run, what, number, stage, stages) for number in range(len(expected))
+            ] == expected
+
+
+def test_ids_that_are_worked_out_are_valid_and_spread(monkeypatch):
+    found = {traces.span_id(((1, rank, "forward", 1, 0, 0), number)) for rank in range(100) for number in range(100)}
+    assert len(found) == 10_000
+    assert all(0 < id < 1 << 64 for id in found)
+    halves = [traces.trace_id("run", number) >> 127 for number in range(1000)]
+    assert 400 < sum(halves) < 600
+
+
+@pytest.mark.parametrize(
+    ("strategy", "recording"),
+    [("all_ranks", [0, 1, 2, 3]), ("single_rank", [3]), ("first_rank_per_node", [0, 2])],
+)
+def test_whether_another_rank_records_is_known_from_the_strategy(monkeypatch, strategy, recording):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MEGATRON_OTEL_RANK_STRATEGY", strategy)
+    settings = config.from_environment(ranks.current())
+    assert [rank for rank in range(4) if ranks.records(rank, settings)] == recording
