@@ -58,27 +58,30 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             meter_provider: Likewise.
             logger_provider: Likewise.
         """
-        self._given = {signal: kwargs.get(f"{name}_provider") for signal, name in _PROVIDERS.items()}
-        if any(name == "megatron" or name.startswith("megatron.") for name in list(sys.modules)):
-            self._install()
-        else:
-            self._waiting = autoload.before_megatron(self._install)
-
-    def _uninstrument(self, **kwargs: Any) -> None:
-        if self._waiting is not None:
-            autoload.forget(self._waiting)
-            self._waiting = None
-        LEDGER.uninstall()
-        RECORDER.release()
-        RECORDER.flush()
-
-    def _install(self) -> None:
         try:
-            _install(self._given)
+            self._given = {signal: kwargs.get(f"{name}_provider") for signal, name in _PROVIDERS.items()}
+            if any(name == "megatron" or name.startswith("megatron.") for name in list(sys.modules)):
+                _install(self._given)
+            else:
+                self._waiting = autoload.before_megatron(lambda: _install(self._given))
         except Exception:
             if patching.reraise_internal_errors:
                 raise
             _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
+
+    def _uninstrument(self, **kwargs: Any) -> None:
+        try:
+            if self._waiting is not None:
+                autoload.forget(self._waiting)
+                self._waiting = None
+            LEDGER.uninstall()
+            RECORDER.release()
+            RECORDER.flush()
+        except Exception:
+            if patching.reraise_internal_errors:
+                raise
+            LEDGER.silence()
+            _logger.warning("Could not take the instrumentation back; it is silent from here on.", exc_info=True)
 
 
 def accept_flags() -> None:
@@ -148,7 +151,7 @@ def _apply_flags(args: Any) -> None:
     if instrumentor.is_instrumented_by_opentelemetry:
         if changed:
             LEDGER.uninstall()
-            instrumentor._install()
+            _install(instrumentor._given)
     elif getattr(args, "otel_enabled", None) and config.enabled(warn=False) is not False:
         LEDGER.uninstall()  # what accept_flags() patched
         instrumentor.instrument()

@@ -30,6 +30,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
 from megatron_autoinstrument import ids
+from megatron_autoinstrument.redact import without_secrets
 from megatron_autoinstrument.traces import Traces, trace_id
 from megatron_autoinstrument.version import __version__
 
@@ -157,7 +158,8 @@ def connect(
         try:
             providers[name] = _provider(_SIGNALS[name], given, new, build)
         except Exception as error:  # noqa: BLE001
-            _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, error)
+            reason = without_secrets(str(error))
+            _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, reason)
     return Connection(providers)
 
 

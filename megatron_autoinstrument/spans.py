@@ -21,7 +21,9 @@ from opentelemetry import trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
 
+from megatron_autoinstrument import patching
 from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
+from megatron_autoinstrument.redact import redacted
 from megatron_autoinstrument.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.traces import Identity, Traces, span_id
 
@@ -302,6 +304,7 @@ class Recorder:
         self._connect = connect
         self._plan = plan
         self.traces = None
+        self._muted = 0
         self._ready = False
 
     @property
@@ -317,6 +320,21 @@ class Recorder:
     def _get_ready(self) -> bool:
         if self._muted:
             return False
+        try:
+            self._connect_now()
+        except Exception:
+            if patching.reraise_internal_errors:
+                raise
+            _logger.warning("OpenTelemetry could not be set up; nothing is recorded.", exc_info=True)
+            self._connect = None
+            self._deferred = None
+            self._muted_by = None
+            self.mute(True)
+            return False
+        self._ready = True
+        return True
+
+    def _connect_now(self) -> None:
         if self._connect is not None:
             self._connection = self._connect()
             self._connection.watch(lambda: self.drain(wait=False))
@@ -331,8 +349,6 @@ class Recorder:
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._open(deferred)
-        self._ready = True
-        return True
 
     def _open(self, record: Record) -> None:
         place = self._place(record)
@@ -416,8 +432,8 @@ class Recorder:
         self._reported_error = (id(error), record.start)
         return {
             "exception.type": name,
-            "exception.message": str(error),
-            "exception.stacktrace": "".join(traceback.format_exception(kind, error, error.__traceback__)),
+            "exception.message": redacted(str(error)),
+            "exception.stacktrace": redacted("".join(traceback.format_exception(kind, error, error.__traceback__))),
         }
 
     # ------------------------------------------------------------------------------------------ work in the background

@@ -1,0 +1,58 @@
+"""Every function of the package that runs in a training process fails in turn; training does not notice."""
+
+import re
+from functools import cache
+
+from harness import EVERYTHING, PLAIN, SCRIPTS, train
+
+OPTIONS = (
+    *("--pipeline-model-parallel-size", "2", "--train-iters", "260"),
+    *("--eval-interval", "1", "--eval-iters", "1"),
+)
+# They run once in a process, and did so before their turn came; or for less than a step in each.
+ONCE = {"autoload.py:forget", "metrics.py:_create", "ranks.py:records.<locals>.<genexpr>"}
+ALL_SIGNALS = {
+    **EVERYTHING,
+    "MEGATRON_OTEL_LOGS_ENABLED": "1",
+    "OTEL_LOGS_EXPORTER": "otlp",
+    "OTEL_METRICS_EXPORTER": "otlp",
+}
+
+
+@cache
+def faulty():
+    run = train(*OPTIONS, script=SCRIPTS / "with_every_fault.py", environment=ALL_SIGNALS)
+    assert run.status == 0, run.output[-3000:]
+    return run
+
+
+@cache
+def faults():
+    """(function, how often it raised, how many messages there were, the first of them), of both ranks."""
+    return re.findall(r"FAULT (\S+) hit=(\d+) said=(\d+) \[(.*?)\](?=\s|FAULT|$)", faulty().output)
+
+
+def test_every_function_has_failed_and_training_went_on_to_its_end():
+    assert faulty().output.count("NOT REACHED 0") == 2
+    failed = {name for name, hit, *_ in faults() if int(hit)}
+    assert len(failed) > 150
+    assert {name for name, *_ in faults()} - failed <= ONCE
+
+
+def test_the_losses_are_those_of_an_uninstrumented_run():
+    plain = train(*OPTIONS, way=PLAIN, environment={"MEGATRON_OTEL_ENABLED": "0"})
+    assert plain.status == 0, plain.output[-3000:]
+    assert len(plain.losses) > 500
+    assert faulty().losses == plain.losses
+
+
+def test_each_failure_is_reported_and_names_the_part_that_is_off():
+    for name, hit, said, first in faults():
+        if int(hit):
+            assert 0 < int(said) <= int(hit), name
+            assert re.match(
+                r"['\"](Recording of [\w.]+ failed and is off|Could not instrument|Could not take the instr|"
+                r"OpenTelemetry could not be set up|No (traces|metrics|logs) are recorded|"
+                r"Exporting what was recorded failed)",
+                first,
+            ), (name, first)
