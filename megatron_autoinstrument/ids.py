@@ -70,8 +70,12 @@ def run_key(run: int) -> str:
     Args:
         run: The number of the run in this process, which may call `pretrain` more than once.
     """
-    restarts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return ":".join((run_id(), str(global_vars.start_time()), *restarts, str(run)))
+    # After a restart that torchrun has begun on one node, its counts differ from node to node; start times do not.
+    again = global_vars.start_time() or ":".join(os.environ.get(name, "") for name in _RESTARTS)
+    return f"{run_id()}:{again}:{run}"
+
+
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def run_id() -> str:

@@ -126,17 +126,19 @@ def _install(given: Mapping[str, Any]) -> None:
     def plan(connection: Connection, run: int) -> Traces | None:
         from megatron_autoinstrument import ids
 
-        return connection.plan(ids.run_key(run), place.rank, settings.trace_scope == "step")
+        # A restart in the process may have given it another rank.
+        ranks.recording = functools.cache(functools.partial(ranks.records, config=settings))
+        return connection.plan(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step")
 
-    ranks.recording = functools.cache(functools.partial(ranks.records, config=settings))
     RECORDER.connect_by(connect, plan)
     other = {groups.METRICS: settings.metrics, groups.LOGS: settings.logs}
     _patch(settings.span_groups | {name for name, on in other.items() if on})
 
 
 def _patch(wanted: frozenset[str]) -> None:
-    from megatron_autoinstrument.targets import SEAMS, global_vars
+    from megatron_autoinstrument.targets import SEAMS, global_vars, schedules
 
+    schedules.running = None  # in the middle of a pass nobody has counted its calls
     global_vars.when_known = _apply_flags
     RECORDER.choose(wanted)
     LEDGER.install(SEAMS, wanted | {groups.FLAGS})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +23,10 @@ _LAUNCHERS = (
 )
 
 
-_PER_NODE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_PER_NODE = (
+    *("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
 
 
 class Rank(NamedTuple):
@@ -99,9 +103,10 @@ recording: Callable[[int], bool] = bool
 
 def records(rank: int, config: Config) -> bool:
     """Whether the rank of that number records and exports under `config`'s rank strategy, were it this process."""
-    here = current()
-    per_node = next((int(size) for name in _PER_NODE if (size := os.environ.get(name, "")).isdigit()), here.world_size)
-    return exports(Rank(rank, here.world_size, rank % max(per_node, 1)), config)
+    sizes = (re.match(r"[1-9]\d*", os.environ.get(name, "")) for name in _PER_NODE)  # SLURM's may be "8(x2)"
+    per_node = next((int(size[0]) for size in sizes if size), None)
+    # Where that is not known, it may be the first of its node.
+    return exports(Rank(rank, current().world_size, rank % per_node if per_node else 0), config)
 
 
 def exports(place: Rank, config: Config) -> bool:

@@ -40,7 +40,7 @@ SCOPE = "megatron_autoinstrument"
 TRACES, METRICS, LOGS = "traces", "metrics", "logs"
 
 _RANDOM_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"  # the SDK's own instance id
-_TRIES = 1000  # for a trace id that a sampler keeps: some milliseconds at most, once
+_LOWER_HALF = (1 << 64) - 1
 _OURS_EXIT_TIMEOUT_S = 5.0
 _THEIRS_EXIT_TIMEOUT_S = 10.0
 
@@ -83,9 +83,11 @@ class Connection:
         """The traces of the run `key`; None where the provider has ids of its own kind."""
         if self._generator is None:
             return None
-        # A sampler by ratio must not lose what belongs to no step, and what the steps link to.
-        candidates = (trace_id(key, "run", salt) for salt in range(_TRIES))
-        kept = next((run for run in candidates if self.keeps(run, "megatron.pretrain")), trace_id(key, "run", 0))
+        # A sampler by ratio must not lose what belongs to no step, and what the steps link to. It looks at the lower
+        # half of a trace id, and keeps the low ones, or the high ones.
+        run = trace_id(key, "run")
+        candidates = (run, run & ~_LOWER_HALF | 1, run | _LOWER_HALF)
+        kept = next((run for run in candidates if self.keeps(run, "megatron.pretrain")), run)
         return Traces(key, rank, per_step, kept)
 
     def keeps(self, trace_id: int, name: str) -> bool:
@@ -181,6 +183,10 @@ def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
         provider = _ours[signal.name] = _build(signal, new)
     elif provider not in _ours.values():
         _complete(provider, new)
+        # In a forked child their readers start again and repeat what this rank has recorded, as this rank.
+        holder = getattr(provider, "_sdk_config", None)
+        for reader in getattr(provider, "_metric_readers", getattr(holder, "metric_readers", ())):
+            _silent_in_children(getattr(reader, "_exporter", None))
         for variable in ("EXPORTER" if new.exporter else "", "SAMPLING_STRATEGY" if new.sampler else ""):
             if variable:
                 _logger.info("MEGATRON_OTEL_%s is not used for %s: a provider is set already.", variable, signal.name)

@@ -103,7 +103,8 @@ class Recorder:
         self._connect: Callable[[], Connection] | None = None
         self._connection: Connection | None = None
         self._ready = False
-        self._muted = 0  # how many reasons there are
+        self.muted = 0
+        """How many reasons there are why calls are of no interest for now."""
         self._muted_by: Record | None = None  # a step that the sampler drops
         self._plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None
         self._run_number = 0  # of this run in the process
@@ -201,11 +202,11 @@ class Recorder:
             record.attributes = {**record.attributes, **attributes} if record.attributes else attributes
         if error is not None:
             record.error = self._describe(error, record)
-        if record.kind is LIVE:
-            self._close(record, now, hold)
         if record is self._muted_by:
             self._muted_by = None
             self.mute(False)
+        if record.kind is LIVE:
+            self._close(record, now, hold)
         record.end = now  # last: from here on the thread may take it
 
     def end_together(self, records: list[Record], error: BaseException | None) -> None:
@@ -240,20 +241,27 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------ coarse calls
 
-    def begin_deferred(self, name: str, run: int | None = None) -> Record | None:
+    def begin_deferred(self, name: str, kind: str = LIVE, run: int | None = None) -> Record | None:
         """Opens a live record whose span starts when the next record begins, or when it ends itself: before that,
         the run has no identity and perhaps no provider. The span's start is now all the same.
 
         Args:
             name: The name of its span.
-            run: The number of this run in the job; else they are counted in this process.
+            kind: LIVE, or SILENT where its group is off.
+            run: The number of this run in the job, if a restart in the process has one; else they are counted. What
+                an earlier number has left open ends here: it was aborted at any point.
         """
+        if run is not None and run != self._run_number:
+            self.close_open_records()
+            self._elsewhere.clear()
+            self.muted = 0
         if self.current is not None:
             return None
         self._run_number = self._run_number + 1 if run is None else run
         self.traces = None
         self._training_thread = get_ident()
-        self.current = self._deferred = Record(name, LIVE, None, None)
+        self.current = Record(name, kind, None, None)
+        self._deferred = self.current if kind is LIVE else None
         self._ready = False
         return self.current
 
@@ -284,7 +292,7 @@ class Recorder:
 
     def mute(self, muted: bool) -> None:
         """Whether there is one more reason, or one less, why calls are of no interest at all for now."""
-        self._muted += 1 if muted else -1
+        self.muted += 1 if muted else -1
         self._ready = False
 
     def _keeps(self, record: Record, root: int) -> bool:
@@ -304,7 +312,7 @@ class Recorder:
         self._connect = connect
         self._plan = plan
         self.traces = None
-        self._muted = 0
+        self.muted = 0
         self._ready = False
 
     @property
@@ -318,7 +326,7 @@ class Recorder:
         return self._connection.log_handler if self._connection is not None else None
 
     def _get_ready(self) -> bool:
-        if self._muted:
+        if self.muted:
             return False
         try:
             self._connect_now()
@@ -406,12 +414,13 @@ class Recorder:
     def _close(self, record: Record, now: int, hold: bool) -> None:
         if record is self._deferred:
             self._get_ready()
+        span = record.span
+        if span is not None:
+            context_api.detach(record.token)  # before a processor of somebody's may fail
         if self._held is not None and (hold or self._held.parent is record):
             self.release()
-        span = record.span
         if span is None:
             return
-        context_api.detach(record.token)
         if record.attributes:
             span.set_attributes(record.attributes)
         _mark(span, record, now)

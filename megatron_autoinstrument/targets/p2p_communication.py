@@ -82,9 +82,12 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
         names = [name for name, read, test in directions if test(read(args, kwargs))]
         if not names:
             return None
-        run = schedules.running
-        sources = [_source(run, name, args, groups) if name in _SENT else None for name in names] if run else None
-        linked = _begin_linked(run, sources[0], *_stage(args)) if may_be_linked and run and sources else None
+        sources: list[_Source | None] = []
+        linked = None
+        if (run := schedules.running) is not None:
+            sources = [_source(run, name, args, groups) if name in _SENT else None for name in names]
+            if may_be_linked and sources[0] is not None:
+                linked = _begin_linked(run, sources[0], args)
         attributes = {}
         if len(names) > 1:
             attributes[COMBINED] = True
@@ -93,10 +96,9 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
         records = RECORDER.begin_together(names, attributes)
         if records is None:
             return None
-        if sources is not None:
-            for record, source in zip(records, sources, strict=True):
-                if source is not None:
-                    _link(record, source)
+        for record, source in zip(records, sources, strict=False):
+            if source is not None:
+                _link(record, source)
         return linked, records
 
     def end(token: tuple[Record | None, list[Record]], result: Any, error: BaseException | None) -> None:
@@ -130,34 +132,25 @@ def _reader(original: Function, parameter: str) -> Callable[[Arguments, Mapping[
     return argument(original, parameter)
 
 
-def _stage(args: Arguments) -> tuple[int, int]:
-    """The stage of this rank, and the number of stages."""
-    group = getattr(args[0], "pp_group", None)
-    if group is not None:
-        return group.rank(), group.size()
-    state = sys.modules[_PARALLEL_STATE]
-    return state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
-
-
 class _Source(NamedTuple):
     """What a receive gets: the number of the tensor, of those that come this way in the pass, and who sent it."""
 
     number: int
-    span: Identity | None
-    recorded: bool
+    span: Identity | None = None
+    recorded: bool = False
 
 
 def _source(run: schedules.Pass, name: str, args: Arguments, groups: frozenset[str]) -> _Source:
     """What `name` receives now."""
     direction, what = _SENT[name]
     number = run.next(direction)
-    if run.scope is None or not run.single:
-        return _Source(number, None, False)
-    sender, stage, stages = _neighbour(args, what)
+    sender = _neighbour(args, what) if run.scope is not None and run.single else None
+    if run.scope is None or not isinstance(sender, int):  # several, before core 0.14, for an encoder of another size
+        return _Source(number)
     recorded = ranks.recording(sender)
     if recorded and "microbatch" in groups:
         key = run.key(sender, what)
-        return _Source(number, key and (key, _of_sender(run, what, number, stage, stages)), True)
+        return _Source(number, key and (key, _of_sender(run, what, number, args)), True)
     # Its step, or in an evaluation that one's step.
     (trace, _, scope, *rest), _ = run.scope
     if scope == "megatron.evaluate":
@@ -166,31 +159,36 @@ def _source(run: schedules.Pass, name: str, args: Arguments, groups: frozenset[s
     return _Source(number, ((trace, sender, scope, *rest), 0), recorded and "step" in groups)
 
 
-def _neighbour(args: Arguments, what: str) -> tuple[int, int, int]:
-    """The rank that sends "forward" or "backward" to this one; this one's stage, and the number of stages."""
-    stage, stages = _stage(args)
+def _neighbour(args: Arguments, what: str) -> Any:
+    """The rank that sends "forward" or "backward" to this one."""
     side = "prev" if what == "forward" else "next"
-    rank = getattr(args[0], f"{side}_rank", None)
-    if rank is None:
-        rank = getattr(sys.modules[_PARALLEL_STATE], f"get_pipeline_model_parallel_{side}_rank")()
-    return rank, stage, stages
+    rank = getattr(args[0], f"{side}_rank", None) if args else None
+    return rank if rank is not None else _parallel_state(f"{side}_rank")
 
 
-def _of_sender(run: schedules.Pass, what: str, number: int, stage: int, stages: int) -> int:
-    """The number that the microbatch of the tensor `number` has among the sender's own. Where the interleaved
-    schedule goes round from one end of the pipeline to the other, the chunk at the end sends nothing."""
-    if run.chunks == 1 or stage != (0 if what == "forward" else stages - 1):
+def _of_sender(run: schedules.Pass, what: str, number: int, args: Arguments) -> int:
+    """The number that the microbatch of the tensor `number` has among the sender's own. Microbatches go through the
+    chunks in groups, and where the interleaved schedule goes round from one end of the pipeline to the other, the
+    chunk at the end sends nothing."""
+    if run.chunks == 1:
         return number
-    # Groups of microbatches go through the chunks in turn; the last of a pass may be smaller.
-    before, sent = 0, number
-    left = run.num_microbatches
-    while left > 0:
-        size = min(run.group_size or stages, left)
-        passed_on = size * (run.chunks - 1)
-        if sent < passed_on:
-            return before + sent
-        before, sent, left = before + size * run.chunks, sent - passed_on, left - size
-    return before + sent
+    stage, stages = _stage(args)
+    if stage != (0 if what == "forward" else stages - 1):
+        return number
+    group = run.group_size or stages
+    return number + number // (group * (run.chunks - 1)) * group
+
+
+def _stage(args: Arguments) -> tuple[int, int]:
+    """The stage of this rank, and the number of stages."""
+    group = getattr(args[0], "pp_group", None) if args else None
+    if group is not None:
+        return group.rank(), group.size()
+    return _parallel_state("rank"), _parallel_state("world_size")
+
+
+def _parallel_state(what: str) -> Any:
+    return getattr(sys.modules[_PARALLEL_STATE], f"get_pipeline_model_parallel_{what}")()
 
 
 def _link(record: Record, source: _Source) -> None:
@@ -201,18 +199,18 @@ def _link(record: Record, source: _Source) -> None:
         record.attributes = {**(record.attributes or {}), SENDER_RECORDED: False}
 
 
-def _begin_linked(run: schedules.Pass, source: _Source | None, stage: int, stages: int) -> Record | None:
+def _begin_linked(run: schedules.Pass, source: _Source, args: Arguments) -> Record | None:
     """`megatron.pp.recv_forward.linked`: the warm-up receives of the non-interleaved schedule, and the one before
     its steady state. A pass with a backward makes no other plain receive; one without goes on making them."""
-    if run.interleaved or source is None:
+    if run.interleaved:
         return None
-    microbatch = source.number
+    stage, stages = _stage(args)
     warmup = min(stages - stage - 1, run.num_microbatches)
-    if microbatch > warmup:
+    if source.number > warmup:
         return None
     attributes = {"dl.pipeline_parallel.rank": stage}
-    if microbatch < warmup:
-        attributes["dl.microbatch_id"] = microbatch
+    if source.number < warmup:
+        attributes["dl.microbatch_id"] = source.number
     record = RECORDER.begin("megatron.pp.recv_forward.linked", FREQUENT, attributes)
     if record is not None:
         _link(record, source)

@@ -27,7 +27,7 @@ class Pass:
 
     __slots__ = ("chunks", "group_size", "interleaved", "num_microbatches", "number", "numbers", "scope", "single")
 
-    def __init__(self, interleaved: bool, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, interleaved: bool, kwargs: Mapping[str, Any], number: int | None = None) -> None:
         self.interleaved = interleaved
         self.num_microbatches: int = kwargs["num_microbatches"]
         model: Any = kwargs.get("model")
@@ -44,7 +44,7 @@ class Pass:
             and "MultiModule" not in type(kwargs.get("p2p_communicator")).__name__
         )
         self.scope = RECORDER.scope()
-        self.number = _number_in(self.scope)
+        self.number = _number_in(self.scope) if number is None else number
         self.numbers = {"forward": 0, "backward": 0, "recv_forward": 0, "recv_backward": 0}
 
     def next(self, what: str) -> int:
@@ -107,6 +107,8 @@ def _schedule(schedule: str, original: Function, groups: frozenset[str]) -> Hook
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record | None, Pass | None] | None:
         global running
+        if RECORDER.muted:
+            return None
         if is_capturing():
             RECORDER.mute(True)
             return _CAPTURE
@@ -116,12 +118,14 @@ def _schedule(schedule: str, original: Function, groups: frozenset[str]) -> Hook
         evaluating = current is not None and current.name == "megatron.evaluate"
         if evaluating and kwargs.get("collect_non_loss_data"):
             return None  # one more pass after the last step, on the last rank alone
-        this = Pass(interleaved, kwargs)
+        # FullCudaGraphWrapper's own run of a schedule is the same pass.
+        inside = running is not None and current is not None and current.name in _PASSES
+        this = Pass(interleaved, kwargs, running.number if inside and running is not None else None)
         if evaluating:
             traces = RECORDER.traces
             key = None if traces is None else this.key(traces.rank, "megatron.evaluate.step")
             record = RECORDER.begin("megatron.evaluate.step", evaluation_kind, None, None if key is None else (key, 0))
-        elif current is None or current.name not in _PASSES:  # else this is the wrapper's own run of it
+        elif not inside:
             attributes = {"megatron.num_microbatches": this.num_microbatches}
             if kwargs.get("forward_only"):
                 attributes[FORWARD_ONLY] = True

@@ -9,7 +9,7 @@ from megatron_autoinstrument import metrics
 from megatron_autoinstrument.groups import GROUPS, METRICS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.spans import LIVE, RECORDER, RUN_GROUPS, Record, kind_of, span
-from megatron_autoinstrument.targets import global_vars
+from megatron_autoinstrument.targets import global_vars, schedules
 
 _MODULE = "megatron.training.training"
 _EVERY_GROUP = frozenset(GROUPS) | {METRICS}
@@ -19,15 +19,17 @@ _OF_A_STEP = frozenset(GROUPS) - RUN_GROUPS - {"inference"}
 def _pretrain(original: Function, groups: frozenset[str]) -> Hook:
     """The run. Its span starts at the call, but is opened once the run's identity is settled."""
     model_type, restarts = argument(original, "model_type"), argument(original, "inprocess_call_wrapper")
+    kind = kind_of("megatron.pretrain", LIVE, groups)
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[Record, Any] | None:
-        record = RECORDER.begin_deferred("megatron.pretrain", getattr(restarts(args, kwargs), "iteration", None))
+        schedules.running = None  # an in-process restart may have left anything behind
+        record = RECORDER.begin_deferred("megatron.pretrain", kind, getattr(restarts(args, kwargs), "iteration", None))
         return (record, model_type(args, kwargs)) if record is not None else None
 
     def end(token: tuple[Record, Any], result: Any, error: BaseException | None) -> None:
-        record, kind = token
+        record, model = token
         attributes = {
-            "megatron.model_type": getattr(kind, "name", None),
+            "megatron.model_type": getattr(model, "name", None),
             "megatron.train_iters": global_vars.arg("train_iters"),  # known by now, whatever the version
             "megatron.global_batch_size": global_vars.arg("global_batch_size"),
         }
@@ -224,7 +226,7 @@ def _number(value: Any) -> float | None:
 
 
 SEAMS = (
-    Seam(_MODULE, "pretrain", {"job"}, _pretrain),
+    Seam(_MODULE, "pretrain", _EVERY_GROUP, _pretrain),
     Seam(_MODULE, "setup_model_and_optimizer", _EVERY_GROUP, _setup_model_and_optimizer),
     Seam(
         _MODULE,

@@ -152,6 +152,43 @@ def test_our_provider_has_no_unbounded_shutdown_at_exit_left():
     assert out == "True"
 
 
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_a_forked_child_repeats_no_metrics(whose):
+    out, _ = fresh_process(
+        """
+import os, sys, time
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
+from megatron_autoinstrument import sdk
+
+class Exporter(ConsoleMetricExporter):
+    def export(self, *args, **kwargs):
+        os.write(1, f"exported by {os.getpid()}\\n".encode())
+        return super().export(*args, **kwargs)
+
+if os.environ["WHOSE"] == "theirs":
+    metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(Exporter(), export_interval_millis=50)]))
+else:
+    sdk._component = lambda kind, name: Exporter
+connection = sdk.connect({"metrics": None}, "console", {})
+connection.meter.create_counter("steps").add(1)
+pid = os.fork()
+if pid == 0:
+    time.sleep(0.5)
+    os._exit(0)
+os.waitpid(pid, 0)
+metrics.get_meter_provider().force_flush()
+print("parent", os.getpid() , flush=True)
+os._exit(0)
+""",
+        OTEL_METRIC_EXPORT_INTERVAL="50",
+        WHOSE=whose,
+    )
+    parent = out.rsplit("parent ", 1)[1]
+    assert {line for line in out.splitlines() if line.startswith("exported by")} == {f"exported by {parent}"}
+
+
 def test_a_service_name_from_a_flag_wins(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "llama")
     described = sdk._described(Resource.create(), sdk._New(None, OURS, "flagged", None))

@@ -11,12 +11,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 
-from megatron_autoinstrument import MegatronInstrumentor, config, instrumentor, ranks, traces
+from megatron_autoinstrument import MegatronInstrumentor, config, instrumentor, patching, ranks, traces
+from megatron_autoinstrument.spans import LIVE
 from megatron_autoinstrument.targets import p2p_communication, schedules
 
 TRAINING = """
 _TRAIN_START_TIME = 1234.5
-def pretrain(iterations):
+def pretrain(iterations, inprocess_call_wrapper=None):
     setup_model_and_optimizer()
     train(iterations)
 def setup_model_and_optimizer():
@@ -63,7 +64,18 @@ def training(fake_module, monkeypatch):
 def spans_of(training, monkeypatch):
     """What a rank records of a run of these iterations."""
 
-    def spans_of(rank, iterations, sampler=None, groups="all", generator=None, run=1, **variables):
+    def spans_of(
+        rank,
+        iterations,
+        sampler=None,
+        groups="all",
+        generator=None,
+        run=1,
+        start_time=1234.5,
+        program=lambda pretrain, iterations: pretrain(iterations),
+        **variables,
+    ):
+        monkeypatch.setattr(training, "_TRAIN_START_TIME", start_time)
         for name, value in {
             "RANK": rank,
             "WORLD_SIZE": 4,
@@ -80,7 +92,7 @@ def spans_of(training, monkeypatch):
         monkeypatch.setattr(recorder, "_run_number", run - 1)
         MegatronInstrumentor().instrument(tracer_provider=provider)
         try:
-            training.pretrain(iterations)
+            program(training.pretrain, iterations)
         finally:
             MegatronInstrumentor().uninstrument()
             recorder.abandon()
@@ -122,14 +134,19 @@ def test_evaluations_are_in_the_trace_of_the_run_on_all_ranks(spans_of):
     "again",
     [
         {"run": 2},  # of the same process
-        {"TORCHELASTIC_RESTART_COUNT": "1"},
-        {"SLURM_RESTART_COUNT": "1"},
+        {"start_time": 9876.5},  # of another process
+        {"start_time": None, "TORCHELASTIC_RESTART_COUNT": "1"},
+        {"start_time": None, "SLURM_RESTART_COUNT": "1"},
         {"NEMO_LENS_RUN_ID": "other"},
         {"iterations": [4, 0]},  # back to an earlier one
     ],
 )
 def test_an_iteration_that_is_run_again_has_another_trace(spans_of, again):
-    first = steps(spans_of(0, [0]))[1]
+    first = (
+        steps(spans_of(0, [0], start_time=again.get("start_time", 1234.5)))[1]
+        if again.get("start_time", 1) is None
+        else steps(spans_of(0, [0]))[1]
+    )
     again = {"iterations": [0], **again}
     second = steps(spans_of(0, again.pop("iterations"), **again))[1]
     assert first.context.trace_id != second.context.trace_id
@@ -221,6 +238,73 @@ def test_inside_a_step_its_span_is_the_current_one(spans_of, training):
     assert [context.span_id for context in seen] == [steps(spans)[1].context.span_id]
 
 
+@pytest.mark.parametrize("groups", ["step,forward_backward", "all"])
+def test_two_runs_in_one_process_share_no_id(spans_of, groups):
+    def twice(pretrain, iterations):
+        pretrain(iterations)
+        pretrain(iterations)
+
+    spans = spans_of(0, [0], groups=groups, program=twice)
+    ids = [(span.context.trace_id, span.context.span_id) for span in spans if span.name == "megatron.train_step"]
+    assert len(ids) == len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("ratio", [0.01, 1e-6, 1e-12])
+def test_the_runs_own_trace_is_kept_however_few_steps_are(spans_of, ratio):
+    for run in range(1, 6):
+        spans = spans_of(0, range(3), ParentBased(TraceIdRatioBased(ratio)), run=run)
+        assert sum(span.name == "megatron.evaluate" for span in spans) == 3
+
+
+def test_what_an_aborted_run_left_behind_ends_with_its_restart(spans_of):
+    """An in-process restart raises into any line, of ours too, and calls `pretrain` again."""
+    recorder = instrumentor.RECORDER
+
+    def restarted(pretrain, iterations):
+        pretrain(iterations, inprocess_call_wrapper=types.SimpleNamespace(iteration=7))
+        recorder.begin("megatron.evaluate", LIVE)
+        recorder.mute(True)
+        schedules.running = object()
+        pretrain(iterations, inprocess_call_wrapper=types.SimpleNamespace(iteration=8))
+
+    spans = spans_of(0, range(2), program=restarted)
+    names = [span.name for span in spans]
+    assert names.count("megatron.pretrain") == names.count("megatron.train") == 2
+    assert names.count("megatron.train_step") == 4
+    assert names.count("megatron.evaluate") == 2 * 2 + 1
+    assert len({span.context.trace_id for span in spans if span.name == "megatron.train_step"}) == 4
+
+
+def test_a_processor_that_fails_as_a_step_ends_does_not_silence_what_comes_after(spans_of, monkeypatch):
+    """The span of a step is held until the next one ends, be that one that the sampler drops."""
+    recorder = instrumentor.RECORDER
+    end, failed = recorder._end, []
+
+    def ending(span, *args):
+        if span.name == "megatron.train_step" and recorder._held is None and not failed:
+            failed.append(span)
+            raise RuntimeError("a processor of theirs")
+        end(span, *args)
+
+    monkeypatch.setattr(patching, "reraise_internal_errors", False)
+    monkeypatch.setattr(recorder, "_end", ending)
+    spans = spans_of(0, range(40), ParentBased(TraceIdRatioBased(0.3)))
+    assert failed
+    assert recorder.muted == 0
+    assert sum(span.name == "megatron.evaluate" for span in spans) == 40
+
+
+def test_an_install_in_mid_pass_leaves_the_rest_of_the_pass_unnumbered(spans_of):
+    """Nobody has counted the microbatches that went by: better no id than another's."""
+
+    def in_mid_pass(pretrain, iterations):
+        schedules.running = object()
+        instrumentor._patch(frozenset({"microbatch"}))
+        assert schedules.running is None
+
+    spans_of(0, [0], program=in_mid_pass)
+
+
 # ------------------------------------------------------------------------------------------ which microbatch it is
 
 
@@ -236,9 +320,7 @@ def table(microbatches, chunks, group):
 
 @pytest.mark.parametrize(("microbatches", "chunks", "group", "stages"), [(8, 2, 2, 2), (8, 3, 4, 4), (10, 2, 4, 4)])
 def test_round_the_ends_of_the_pipeline_the_chunk_at_the_end_sends_nothing(microbatches, chunks, group, stages):
-    run = types.SimpleNamespace(
-        chunks=chunks, group_size=None if group == stages else group, num_microbatches=microbatches
-    )
+    run = types.SimpleNamespace(chunks=chunks, group_size=None if group == stages else group)
     forward = table(microbatches, chunks, group)
     backward = [(microbatch, chunks - 1 - chunk) for microbatch, chunk in forward]
     for what, order, end in (("forward", forward, chunks - 1), ("backward", backward, 0)):
@@ -246,9 +328,10 @@ def test_round_the_ends_of_the_pipeline_the_chunk_at_the_end_sends_nothing(micro
         first = 0 if what == "forward" else stages - 1
         for stage in range(stages):
             expected = sent if stage == first else list(range(len(order)))
-            assert [
-                p2p_communication._of_sender(run, what, number, stage, stages) for number in range(len(expected))
-            ] == expected
+            pp_group = types.SimpleNamespace(rank=lambda stage=stage: stage, size=lambda: stages)
+            args = (types.SimpleNamespace(pp_group=pp_group),)
+            found = [p2p_communication._of_sender(run, what, number, args) for number in range(len(expected))]
+            assert found == expected
 
 
 def test_ids_that_are_worked_out_are_valid_and_spread(monkeypatch):
@@ -263,9 +346,42 @@ def test_ids_that_are_worked_out_are_valid_and_spread(monkeypatch):
     ("strategy", "recording"),
     [("all_ranks", [0, 1, 2, 3]), ("single_rank", [3]), ("first_rank_per_node", [0, 2])],
 )
-def test_whether_another_rank_records_is_known_from_the_strategy(monkeypatch, strategy, recording):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+    ],
+)
+def test_whether_another_rank_records_is_known_from_the_strategy(monkeypatch, environment, strategy, recording):
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MEGATRON_OTEL_RANK_STRATEGY", strategy)
     settings = config.from_environment(ranks.current())
     assert [rank for rank in range(4) if ranks.records(rank, settings)] == recording
+
+
+@pytest.mark.parametrize(("previous", "linked"), [(6, True), ([6, 7], False)])
+def test_a_receive_that_is_called_by_keyword_alone_finds_its_sender(
+    fake_module, monkeypatch, recorder, previous, linked
+):
+    """As core 0.10 to 0.13 call it; there the previous rank is several where an encoder has a size of its own."""
+    state = fake_module("megatron.core.parallel_state")
+    state.get_pipeline_model_parallel_prev_rank = lambda: previous
+    monkeypatch.setattr(p2p_communication, "RECORDER", recorder)
+    monkeypatch.setattr(schedules, "RECORDER", recorder)
+    monkeypatch.setattr(ranks, "recording", lambda rank: True)
+    step = recorder.begin("megatron.train_step", LIVE, None, ((1, 7, "megatron.train_step", 1, 0), 0))
+    monkeypatch.setattr(schedules, "running", schedules.Pass(True, {"num_microbatches": 4}))
+
+    def send_forward_recv_forward(output_tensor, recv_prev, tensor_shape, config, overlap_p2p_comm=False):
+        raise AssertionError("only its signature is read")
+
+    hook = p2p_communication._operation(
+        "send_forward_recv_forward", send_forward_recv_forward, frozenset({"communication", "microbatch"})
+    )
+    token = hook.begin((), {"output_tensor": None, "recv_prev": True, "tensor_shape": None, "config": None})
+    hook.end(token, None, None)
+    recorder.end(step)
+    _, (record,) = token
+    assert record.link == (((1, 6, "forward", "megatron.train_step", 1, 0, 0), 0) if linked else None)
