@@ -1,7 +1,9 @@
 import copy
 import functools
+import importlib
 import inspect
 import logging
+import multiprocessing
 import pickle
 import sys
 import types
@@ -430,3 +432,92 @@ def test_arguments_beyond_the_signature_are_no_error():
 
     assert patching.argument(function, "a")((), {}) is None
     assert patching.argument(function, "b")((1, 2, 3), {"x": 1}) is None
+
+
+# ------------------------------------------------------------------------------------------ the host's liberties
+
+
+@pytest.fixture
+def on_disk(tmp_path, monkeypatch):
+    """A module that can be imported, also by a child process."""
+    (tmp_path / "hostmodule.py").write_text(
+        "def step(path=None):\n    if path:\n        open(path, 'w').write('called')\n    return 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "hostmodule", raising=False)
+    yield importlib.import_module("hostmodule")
+    sys.modules.pop("hostmodule", None)
+
+
+def test_unwrap_gives_the_original(ledger, module, hook):
+    original = module.step
+    ledger.install([seam("step", hook)], ALL)
+    assert inspect.unwrap(module.step) is original
+
+
+def test_a_patched_function_is_the_target_of_a_spawned_process(ledger, on_disk, hook, tmp_path):
+    ledger.install([seam("step", hook, module="hostmodule")], ALL)
+    process = multiprocessing.get_context("spawn").Process(target=on_disk.step, args=(str(tmp_path / "out"),))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert (tmp_path / "out").read_text() == "called"
+
+
+def test_a_module_that_is_loaded_again_is_as_it_would_be_without_us_until_the_next_install(
+    ledger, on_disk, hook, calls
+):
+    ledger.install([seam("step", hook, module="hostmodule")], ALL)
+    importlib.reload(on_disk)
+    assert on_disk.step() == 1
+    fresh = on_disk.step
+    ledger.uninstall()
+    assert on_disk.step is fresh
+    calls.clear()
+    ledger.install([seam("step", hook, module="hostmodule")], ALL)
+    assert on_disk.step() == 1
+    assert len(calls) == 2
+
+
+def test_a_name_that_the_user_has_bound_anew_meanwhile_stays(ledger, module, hook):
+    def theirs():
+        return "theirs"
+
+    ledger.install([seam("step", hook)], ALL)
+    module.step = theirs
+    ledger.uninstall()
+    assert module.step is theirs
+    ledger.install([seam("step", hook)], ALL)
+    assert module.step() == "theirs"
+    ledger.uninstall()
+    assert module.step is theirs
+
+
+class _Lazy:
+    """What a library puts into sys.modules in the place of its module, to load it on first use."""
+
+    def __init__(self, module):
+        self.__dict__["_module"] = module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+def test_what_stands_in_sys_modules_for_a_module_is_left_as_it_is_or_patched_and_put_back(ledger, module, hook):
+    lazy = sys.modules["megatron.fake"] = _Lazy(module)
+    original = lazy.step
+    ledger.install([seam("step", hook)], ALL)
+    assert lazy.step(None, 1) is not None
+    ledger.uninstall()
+    assert lazy.step is original
+    assert module.step is original
+
+
+def test_a_subclass_that_overrides_a_patched_method_and_calls_it_gives_one_call_of_each(ledger, module, hook, calls):
+    class Subclass(module.Communicator):
+        def send(self, *args, **kwargs):
+            return super().send(*args, **kwargs)
+
+    ledger.install([seam("Communicator.send", hook)], ALL)
+    assert Subclass().send(1)[1] == 1
+    assert [call[0] for call in calls] == ["begin", "end"]
