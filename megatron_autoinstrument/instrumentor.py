@@ -71,6 +71,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
         LEDGER.uninstall()
         RECORDER.release()
         RECORDER.flush()
+        RECORDER.disconnect()
 
     def _install(self) -> None:
         try:
