@@ -125,9 +125,11 @@ class Connection:
     def _flush(self, name: str, final: bool) -> None:
         exports = self._exports.get(name)
         with exports[0].at_work() if exports else nullcontext():
-            _ask(self._providers.get(name), "force_flush")
-            if final and name in _ours:  # somebody else's are theirs to shut down
-                _ask(_ours[name], "shutdown")
+            try:
+                _ask(self._providers.get(name), "force_flush")
+            finally:
+                if final and name in _ours:  # somebody else's are theirs to shut down
+                    _ask(_ours[name], "shutdown")
 
     def lost(self, final: bool) -> int:
         """How many of our spans the exporters lost, as far as they can be watched.

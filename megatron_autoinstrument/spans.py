@@ -43,7 +43,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
 _DRAIN_INTERVAL_S = 0.5
-_OTHERS_S = 1.0  # of the time at exit, for metrics and logs where spans take all the rest
+_OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take all the rest
 _FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
 
 
@@ -538,14 +538,13 @@ class Recorder:
             connection.give_up(late=not in_time)
         given_up = "" if in_time else f" What was not exported after {connection.exit_timeout_s:g} s was given up."
         if lost > self._reported:
-            _logger.warning(
-                "%d spans were dropped: %d were not exported; of the others, more than %d waited, or they could not be "
-                "closed or handed on, or OpenTelemetry had been shut down before.%s",
-                lost,
-                self._not_exported + connection.lost(final),
-                MAX_WAITING,
-                given_up,
-            )
+            reasons = [f"{lost - self.dropped} were not exported"] if lost > self.dropped else []
+            if self.dropped:
+                reasons.append(
+                    f"{self.dropped} did not reach the exporter, since more than {MAX_WAITING} waited, or they could "
+                    "not be closed or handed on, or OpenTelemetry had been shut down before"
+                )
+            _logger.warning("%d spans were dropped: %s.%s", lost, "; ".join(reasons), given_up)
             self._reported = lost
         elif given_up:
             _logger.warning("Exporting what was recorded took too long.%s", given_up)

@@ -238,7 +238,7 @@ def test_records_beyond_the_bound_are_dropped_counted_and_reported(recorder, exp
     assert recorder.flush()
     assert len(exporter.get_finished_spans()) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "3 spans were dropped: 0 were not exported; of the others, more than 2 waited, or they could not be closed or "
+        "3 spans were dropped: 3 did not reach the exporter, since more than 2 waited, or they could not be closed or "
         "handed on, or OpenTelemetry had been shut down before."
     ]
 
