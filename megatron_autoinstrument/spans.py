@@ -465,7 +465,8 @@ class Recorder:
             final: Whether to give up those that are still open.
             wait: Whether to wait for another thread that does so already.
         """
-        if not self._draining.acquire(blocking=wait):
+        draining = self._draining  # a forked child gets another
+        if not draining.acquire(blocking=wait):
             return
         try:
             while self._waiting:
@@ -486,7 +487,7 @@ class Recorder:
                 if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
                     self._connection.flush_spans()
         finally:
-            self._draining.release()
+            draining.release()
 
     def _emit(self, record: Record) -> None:
         if self._connection is None or self._connection.closed:
@@ -547,7 +548,7 @@ class Recorder:
             _logger.warning("%d spans were dropped: %s.%s", lost, "; ".join(reasons), given_up)
             self._reported = lost
         elif given_up:
-            _logger.warning("Exporting what was recorded took too long.%s", given_up)
+            _logger.warning("Exporting took too long.%s", given_up)
         return in_time and all(request.done for request in requests)
 
     def disconnect(self) -> None:
