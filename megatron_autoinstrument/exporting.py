@@ -167,12 +167,14 @@ def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
 
 
 def _holders(provider: Any) -> list[Any]:
+    """Its processors or readers: the SDK has no public way to them."""
     for owner, name in (
-        ("_active_span_processor", "_span_processors"),
-        ("_sdk_config", "metric_readers"),
-        ("_multi_log_record_processor", "_log_record_processors"),
+        (getattr(provider, "_active_span_processor", None), "_span_processors"),
+        (getattr(provider, "_multi_log_record_processor", None), "_log_record_processors"),
+        (getattr(provider, "_sdk_config", None), "metric_readers"),
+        (provider, "_metric_readers"),  # in newer ones
     ):
-        if (found := getattr(getattr(provider, owner, None), name, None)) is not None:
+        if (found := getattr(owner, name, None)) is not None:
             return list(found)
     return []
 

@@ -7,8 +7,14 @@ import threading
 import time
 
 import pytest
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, ConsoleLogExporter
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import (
+    ConsoleMetricExporter,
+    InMemoryMetricReader,
+    PeriodicExportingMetricReader,
+)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
@@ -289,6 +295,29 @@ def test_a_fault_that_comes_again_and_again_in_our_thread_is_told_of_once(connec
     while len(calls) < 3:
         time.sleep(0.01)
     assert len(messages(caplog)) == 1
+
+
+class Closed:
+    """A file that takes nothing."""
+
+    def write(self, text):
+        raise OSError("no space left")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the exporter's older name
+def test_trouble_with_metrics_and_logs_is_told_of_once_too(caplog):
+    reader = PeriodicExportingMetricReader(ConsoleMetricExporter(out=Closed()), export_interval_millis=1e9)
+    meters, loggers = MeterProvider([reader], shutdown_on_exit=False), LoggerProvider(shutdown_on_exit=False)
+    loggers.add_log_record_processor(BatchLogRecordProcessor(ConsoleLogExporter(out=Closed())))
+    connection = sdk.connect({"metrics": meters, "logs": loggers}, None, {})
+    for _ in range(3):
+        connection.meter.create_counter("x").add(1)
+        connection.log_handler.emit(logging.makeLogRecord({"msg": "x", "levelno": logging.INFO}))
+        connection.flush_others()
+    told = messages(caplog)
+    assert [message.split(":")[0] for message in told] == ["Exporting metrics failed", "Exporting logs failed"]
+    assert all(export.failing for exports in connection._exports.values() for export in exports)
+    connection.release()
 
 
 def test_processors_that_are_not_the_sdks_are_left_alone():
