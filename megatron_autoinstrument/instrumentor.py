@@ -77,6 +77,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             LEDGER.uninstall()
             RECORDER.release()
             RECORDER.flush()
+            RECORDER.disconnect()
         except Exception:
             if patching.reraise_internal_errors:
                 raise

@@ -32,6 +32,9 @@ INSTRUMENTS = {
     "megatron.training.memory_allocated_gb": _Instrument("gauge", "", "Peak device memory in GiB"),
 }
 
+SPANS_DROPPED = "megatron.otel.spans_dropped"
+"""Beyond the guide."""
+
 _instruments: tuple[Meter, dict[str, Any]] | None = None
 
 

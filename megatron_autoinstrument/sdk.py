@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
@@ -29,7 +31,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
-from megatron_autoinstrument import ids
+from megatron_autoinstrument import exporting, ids
+from megatron_autoinstrument.metrics import SPANS_DROPPED
 from megatron_autoinstrument.redact import without_secrets
 from megatron_autoinstrument.traces import Traces, trace_id
 from megatron_autoinstrument.version import __version__
@@ -56,8 +59,14 @@ class Connection:
         self.closed = False  # somebody shut the tracer provider down
         theirs = [provider for provider in providers.values() if provider not in _ours.values()]
         self.exit_timeout_s = _THEIRS_EXIT_TIMEOUT_S if theirs else _OURS_EXIT_TIMEOUT_S
+        self.has_others = set(providers) - {TRACES} != set()
         self._generator = ids.private_generator(self.tracer)
         ids.keep_random_state_in_retries()
+        self._ended = exporting.Tally()
+        self._exports = {
+            name: exporting.watch(name, provider, self._ended, SCOPE) for name, provider in providers.items()
+        }
+        self._lost = self.meter.create_counter(SPANS_DROPPED, "{span}", "Spans that were recorded and not exported")
 
     def start_span(
         self,
@@ -104,27 +113,73 @@ class Connection:
         """Has `hand_on` called whenever somebody flushes the tracer provider, and notices when it is shut down."""
         provider = self._providers.get(TRACES)
         if isinstance(provider, sdk_trace.TracerProvider):
-            provider.add_span_processor(_Watch(weakref.ref(self), hand_on))
+            provider.add_span_processor(_Watch(weakref.ref(self), hand_on, self._ended))
 
-    def flush_spans(self) -> None:
+    def flush_spans(self, final: bool = False) -> None:
         """Asks the tracer provider to export what it holds. The API's own providers have no such thing."""
-        _ask(self._providers.get(TRACES), "force_flush")
+        self._flush(TRACES, final)
 
-    def flush(self) -> None:
-        """Asks every provider to export what it holds."""
-        for provider in self._providers.values():
-            _ask(provider, "force_flush")
+    def flush_others(self, final: bool = False) -> None:
+        """Asks the other providers to export what they hold."""
+        for name in self._providers:
+            if name != TRACES:
+                self._flush(name, final)
 
-    def shutdown(self) -> None:
-        """Shuts the providers down that are ours; somebody else's are theirs to shut down."""
-        for provider in _ours.values():
-            _ask(provider, "shutdown")
+    def _flush(self, name: str, final: bool) -> None:
+        exports = self._exports.get(name)
+        with exports[0].at_work() if exports else nullcontext():
+            try:
+                _ask(self._providers.get(name), "force_flush")
+            finally:
+                if final and name in _ours:  # somebody else's are theirs to shut down
+                    _ask(_ours[name], "shutdown")
+
+    def lost(self, final: bool) -> int:
+        """How many of our spans the exporters lost, as far as they can be watched.
+
+        Args:
+            final: Whether what isn't exported by now is lost.
+        """
+        exports = self._exports.get(TRACES, ())
+        return max((export.unexported if final else export.lost for export in exports), default=0)
+
+    def count_lost(self, spans: int) -> None:
+        """Adds to the metric of lost spans."""
+        self._lost.add(spans)
+
+    def give_up(self, late: bool) -> None:
+        """Takes back the shutdowns at exit that would wait for a collector: they have no bound. What they would
+        wait for has had its time.
+
+        Args:
+            late: Whether that was too short.
+        """
+        for name, provider in self._providers.items():
+            if late or any(export.failing for export in self._exports[name]):
+                atexit.unregister(getattr(provider, "shutdown", bool))
+
+    def release(self) -> None:
+        """Lets the exporters alone again."""
+        for name in self._exports:
+            for export in self._exports[name]:
+                export.release()
+            self._exports[name] = []
 
 
 class _Watch(sdk_trace.SpanProcessor):
-    def __init__(self, connection: weakref.ref[Connection], hand_on: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: weakref.ref[Connection], hand_on: Callable[[], None], ended: exporting.Tally
+    ) -> None:
         self._connection = connection
         self._hand_on = hand_on
+        self._ended = ended
+
+    def on_end(self, span: sdk_trace.ReadableSpan) -> None:
+        connection = self._connection()
+        if connection is None or connection.closed or not (span.context and span.context.trace_flags.sampled):
+            return
+        if span.instrumentation_scope is not None and span.instrumentation_scope.name == SCOPE:
+            self._ended.add(1)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         if self._connection() is not None:

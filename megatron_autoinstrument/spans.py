@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from time import time_ns
+from time import monotonic, time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import context as context_api
@@ -45,6 +45,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
 _DRAIN_INTERVAL_S = 0.5
+_OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take all the rest
 _FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
 
 
@@ -99,7 +100,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.current: Record | None = None
-        self.dropped = 0
+        self.dropped = 0  # spans that never reached OpenTelemetry
+        self._counted = 0  # lost spans that are in the metric already
+        self._reported = 0  # and those that have been told of
+        self._not_exported = 0  # of connections that were let go
         self._connect: Callable[[], Connection] | None = None
         self._connection: Connection | None = None
         self._ready = False
@@ -117,9 +121,8 @@ class Recorder:
         self._waiting: deque[Record] = deque()
         self._background: list[Record] = []
         self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
-        self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
-        self._asked: deque[_Request] = deque()
+        self._thread: _Thread | None = None
+        self._other_thread: _Thread | None = None  # for metrics and logs, when spans keep the first one busy
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
 
@@ -344,6 +347,7 @@ class Recorder:
 
     def _connect_now(self) -> None:
         if self._connect is not None:
+            self.disconnect()
             self._connection = self._connect()
             self._connection.watch(lambda: self.drain(wait=False))
             self._connect = None
@@ -351,9 +355,10 @@ class Recorder:
             self.traces = self._plan(self._connection, self._run_number)
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
-            self._thread = threading.Thread(target=self._run, name="megatron-autoinstrument", daemon=True)
-            self._thread.start()
+            self._thread = _Thread(self._hand_on)
             atexit.register(self.exit)
+        if self._other_thread is None and self._connection is not None and self._connection.has_others:
+            self._other_thread = _Thread()
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._open(deferred)
@@ -464,28 +469,19 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------ towards OpenTelemetry
 
-    def _run(self) -> None:
-        while True:
-            self._wake.wait(_DRAIN_INTERVAL_S)
-            self._wake.clear()
-            asked = self._asked.popleft() if self._asked else None
-            try:
-                self.drain(final=asked is not None and asked.final)
-                if asked is not None:
-                    self._export(asked.final)
-                    asked.done = True
-            except Exception:
-                _logger.warning("Exporting what was recorded failed; some of it is lost.", exc_info=True)
-            if asked is not None:
-                asked.answered.set()
+    def _hand_on(self) -> None:
+        self.drain()
+        self._count_lost(final=False)
 
-    def _export(self, final: bool) -> None:
-        if self._connection is not None:
-            try:
-                self._connection.flush()
-            finally:
-                if final:
-                    self._connection.shutdown()
+    def _count_lost(self, final: bool) -> int:
+        """Brings the metric of lost spans up to date, and returns how many there are in all."""
+        if self._connection is None:
+            return 0
+        lost = self.dropped + self._not_exported + self._connection.lost(final) + (len(self._waiting) if final else 0)
+        if lost > self._counted:
+            self._connection.count_lost(lost - self._counted)
+            self._counted = lost
+        return lost
 
     def drain(self, final: bool = False, wait: bool = True) -> None:
         """Hands the closed records on. Any thread may call it; the training thread has no need to.
@@ -494,7 +490,8 @@ class Recorder:
             final: Whether to give up those that are still open.
             wait: Whether to wait for another thread that does so already.
         """
-        if not self._draining.acquire(blocking=wait):
+        draining = self._draining  # a forked child gets another
+        if not draining.acquire(blocking=wait):
             return
         try:
             while self._waiting:
@@ -515,7 +512,7 @@ class Recorder:
                 if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
                     self._connection.flush_spans()
         finally:
-            self._draining.release()
+            draining.release()
 
     def _emit(self, record: Record) -> None:
         if self._connection is None or self._connection.closed:
@@ -547,28 +544,43 @@ class Recorder:
         Returns:
             Whether all was exported in time.
         """
-        if self._thread is None or self._connection is None:
+        thread, connection = self._thread, self._connection
+        if thread is None or connection is None:
             return True
-        request = _Request(final)
-        self._asked.append(request)
-        self._wake.set()
-        in_time = request.answered.wait(self._connection.exit_timeout_s)
-        lost, self.dropped = self.dropped, 0
+        deadline = monotonic() + connection.exit_timeout_s
+
+        def flush_spans() -> None:
+            self.drain(final)
+            connection.flush_spans(final)
+
+        reserve = _OTHERS_S if self._other_thread is not None else 0.0
+        requests = [thread.ask(flush_spans)]
+        requests[0].answered.wait(deadline - reserve - monotonic())
+        lost = self._count_lost(final)  # before the metrics leave
+        if self._other_thread is not None:
+            requests.append(self._other_thread.ask(lambda: connection.flush_others(final)))
+        in_time = all(request.answered.wait(deadline - monotonic()) for request in reversed(requests))
         if final:
-            lost += len(self._waiting)
-        if not in_time:
-            _logger.warning(
-                "Exporting what was recorded takes more than %g s; what is left may be lost.",
-                self._connection.exit_timeout_s,
-            )
-        if lost:
-            _logger.warning(
-                "%d spans were dropped: more than %d waited to be exported, or they could not be closed or handed on, "
-                "or OpenTelemetry had been shut down before.",
-                lost,
-                MAX_WAITING,
-            )
-        return in_time and request.done
+            connection.give_up(late=not in_time)
+        given_up = "" if in_time else f" What was not exported after {connection.exit_timeout_s:g} s was given up."
+        if lost > self._reported:
+            reasons = [f"{lost - self.dropped} were not exported"] if lost > self.dropped else []
+            if self.dropped:
+                reasons.append(
+                    f"{self.dropped} did not reach the exporter, since more than {MAX_WAITING} waited, or they could "
+                    "not be closed or handed on, or OpenTelemetry had been shut down before"
+                )
+            _logger.warning("%d spans were dropped: %s.%s", lost, "; ".join(reasons), given_up)
+            self._reported = lost
+        elif given_up:
+            _logger.warning("Exporting took too long.%s", given_up)
+        return in_time and all(request.done for request in requests)
+
+    def disconnect(self) -> None:
+        """Lets go of the exporters: what they do from now on is not watched."""
+        if self._connection is not None:
+            self._not_exported += self._connection.lost(final=False)
+            self._connection.release()
 
     def abandon(self) -> None:
         """This is a forked child: what is open or waiting is its parent's to record."""
@@ -576,7 +588,7 @@ class Recorder:
         while record is not None:
             record.span = None  # a wrapper that is on the stack here as well will end the record
             record = record.parent
-        self.current = self._deferred = self._held = self._thread = None
+        self.current = self._deferred = self._held = self._thread = self._other_thread = None
         self._draining = threading.Lock()  # our thread may have held it
         self._waiting.clear()
         self._background.clear()
@@ -592,12 +604,50 @@ class Recorder:
 
 
 class _Request:
-    """A flush that our thread was asked for."""
+    """What a thread of ours was asked for."""
 
-    def __init__(self, final: bool) -> None:
-        self.final = final
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
         self.done = False
         self.answered = threading.Event()
+
+
+class _Thread:
+    """A thread of ours: it does what it is asked for, and `between` all the time."""
+
+    def __init__(self, between: Callable[[], None] | None = None) -> None:
+        self._between = between
+        self._wake = threading.Event()
+        self._asked: deque[_Request] = deque()
+        self._failed = False
+        threading.Thread(target=self._run, name="megatron-autoinstrument", daemon=True).start()
+
+    def ask(self, work: Callable[[], None]) -> _Request:
+        request = _Request(work)
+        self._asked.append(request)
+        self._wake.set()
+        return request
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(_DRAIN_INTERVAL_S if self._between is not None else None)
+            self._wake.clear()
+            while self._asked:
+                request = self._asked.popleft()
+                request.done = self._do(request.work)
+                request.answered.set()
+            if self._between is not None:
+                self._do(self._between)
+
+    def _do(self, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except Exception:
+            level = logging.DEBUG if self._failed else logging.WARNING  # told once
+            _logger.log(level, "Exporting what was recorded failed; some of it is lost.", exc_info=True)
+            self._failed = True
+            return False
+        return True
 
 
 def _context_of(parent: SpanContext | None) -> context_api.Context:

@@ -101,7 +101,7 @@ def test_without_a_provider_ours_exports_otlp_over_grpc_and_is_global():
         "print(trace.get_tracer_provider() is provider, bool(sdk._ours), connection.exit_timeout_s)\n"
         "print(type(processor.span_exporter).__module__, provider.resource.attributes['dl.rank'])\n"
         "print(type(provider.id_generator).__name__)\n"
-        "connection.shutdown()"
+        "connection.flush_spans(final=True)"
     )
     assert out.split("\n") == [
         "True True 5.0",
@@ -125,7 +125,7 @@ def test_the_exporter_is_the_one_asked_for(exporter, environment, expected):
     out, _ = fresh_process(
         CONNECT.format(exporter=exporter)
         + "made = [type(p.span_exporter).__name__ for p in provider._active_span_processor._span_processors]\n"
-        "print(*made or ['nothing'])\nconnection.shutdown()",
+        "print(*made or ['nothing'])\nconnection.flush_spans(final=True)",
         **environment,
     )
     assert out == expected
@@ -220,7 +220,7 @@ def test_a_collector_that_refuses_leaves_pythons_random_state_alone():
     out, _ = fresh_process(
         "import random, time\n" + CONNECT.format(exporter="otlp") + "before = random.getstate()\n"
         "connection.tracer.start_span('x').end()\n"
-        "import threading; threading.Thread(target=connection.flush, daemon=True).start(); time.sleep(2.5)\n"
+        "import threading; threading.Thread(target=connection.flush_spans, daemon=True).start(); time.sleep(2.5)\n"
         "print(random.getstate() == before)\nimport os, sys; sys.stdout.flush(); os._exit(0)",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
     )

@@ -1,0 +1,184 @@
+"""What exporters make of what they are given: trouble is told once per exporter, and lost spans are counted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+_SAID_ONCE = " (Told once: training goes on, and spans that are lost are counted and reported at the end.)"
+_at_work = threading.local()  # .export: the Export that this thread is busy with
+
+
+class Tally:
+    """A sum that several threads add to. It has no lock, which a fork could find held."""
+
+    def __init__(self) -> None:
+        self._of_thread: dict[int, int] = {}
+
+    def add(self, number: int) -> None:
+        thread = get_ident()
+        self._of_thread[thread] = self._of_thread.get(thread, 0) + number
+
+    @property
+    def total(self) -> int:
+        return sum(list(self._of_thread.values()))
+
+
+class Export(logging.Filter):
+    """Stands in for an exporter's `export` until it is released, and filters what is logged about that."""
+
+    def __init__(self, signal: str, exporter: Any, holder: Any, queue: Any, ended: Tally, scope: str) -> None:
+        """
+        Args:
+            signal: What is exported.
+            exporter: The exporter.
+            holder: The processor or reader that calls it.
+            queue: What waits for it, if it is a queue.
+            ended: How many spans of `scope` have been handed to the holder.
+            scope: The instrumentation scope whose spans are counted.
+        """
+        super().__init__()
+        self.failing = False  # as of the last attempt
+        self._signal = signal
+        self._exporter = exporter
+        self._own = vars(exporter).get("export")  # of this one alone
+        self._export: Callable[..., Any] = exporter.export
+        self._queue = queue if isinstance(queue, deque) else None
+        self._ended = ended
+        self._scope = scope
+        self._exported = Tally()
+        self._lost = 0  # for certain, so far
+        self._process = os.getpid()
+        self._said: set[str] = set()
+        # What they log is logged under their modules' names.
+        classes = [kind for part in (exporter, holder, _inner(holder)) for kind in type(part).__mro__]
+        modules = {kind.__module__ for kind in classes}
+        self._loggers = [
+            logging.getLogger(name) for name in modules if name.partition(".")[0] not in sys.stdlib_module_names
+        ]
+        for logger in self._loggers:
+            logger.addFilter(self)
+        exporter.export = self
+
+    def release(self) -> None:
+        """Puts the exporter's own `export` back."""
+        if vars(self._exporter).get("export") is self:
+            if self._own is None:
+                del self._exporter.export
+            else:
+                self._exporter.export = self._own
+        for logger in self._loggers:
+            logger.removeFilter(self)
+
+    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != self._process:
+            return self._export(batch, *args, **kwargs)
+        spans = self._of_scope(batch)
+        # Whatever ended, and is neither exported nor here nor in the queue, did not fit into the queue.
+        waiting = spans + len(self._queue or ())
+        self._lost = max(self._lost, self.unexported - waiting)
+        with self.at_work():
+            try:
+                result = self._export(batch, *args, **kwargs)
+                self.failing = getattr(result, "name", "SUCCESS") != "SUCCESS"
+            except Exception as error:  # noqa: BLE001
+                # The SDK would log it, each time; a result it doesn't look at.
+                result, self.failing = None, True
+                self._say("failed", "%s", f"{type(error).__name__}: {error}")
+        if self.failing:
+            self._lost += spans
+            self._say("failed", "the exporter reports a failure")
+        else:
+            self._exported.add(spans)
+        return result
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What this thread logs meanwhile is about this export."""
+        before = getattr(_at_work, "export", None)
+        _at_work.export = self
+        try:
+            yield
+        finally:
+            _at_work.export = before
+
+    @property
+    def lost(self) -> int:
+        """Spans that are lost for certain, so far."""
+        return self._lost
+
+    @property
+    def unexported(self) -> int:
+        """Spans that ended and are not exported: at the end, all that is lost."""
+        return max(0, self._ended.total - self._exported.total)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets one line through, of each kind: trouble with the export, and a queue that is full."""
+        if record.levelno < logging.WARNING:
+            return True
+        full = str(record.msg).startswith("Queue ") and self._is_full()
+        if not full and getattr(_at_work, "export", None) is not self:
+            return True  # another exporter's
+        kind = "full" if full else "failed"
+        if kind in self._said:
+            return False
+        self._said.add(kind)
+        record.msg, record.args = record.getMessage() + _SAID_ONCE, ()
+        return True
+
+    def _say(self, kind: str, what: str, *args: object) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            _logger.warning("Exporting %s failed: " + what + _SAID_ONCE, self._signal, *args)
+
+    def _is_full(self) -> bool:
+        return self._queue is not None and self._queue.maxlen is not None and len(self._queue) >= self._queue.maxlen
+
+    def _of_scope(self, batch: Any) -> int:
+        if self._signal != "traces":
+            return 0
+        return sum(getattr(span.instrumentation_scope, "name", None) == self._scope for span in batch)
+
+
+def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
+    """Watches the exporters that the SDK's own processors and readers of `provider` export with; other processors'
+    are out of sight."""
+    watched = []
+    for holder in _holders(provider):
+        inner = _inner(holder)
+        exporter = getattr(inner, "_exporter", None) or getattr(inner, "span_exporter", None)
+        if exporter is None or not type(holder).__module__.startswith("opentelemetry.sdk."):
+            continue
+        try:
+            queue = getattr(inner, "_queue", getattr(inner, "queue", None))
+            watched.append(Export(signal, exporter, holder, queue, ended, scope))
+        except (AttributeError, TypeError):  # it takes no attributes
+            _logger.debug("An exporter can't be watched", exc_info=True)
+    return watched
+
+
+def _holders(provider: Any) -> list[Any]:
+    """Its processors or readers: the SDK has no public way to them."""
+    for owner, name in (
+        (getattr(provider, "_active_span_processor", None), "_span_processors"),
+        (getattr(provider, "_multi_log_record_processor", None), "_log_record_processors"),
+        (getattr(provider, "_sdk_config", None), "metric_readers"),
+        (provider, "_metric_readers"),  # in newer ones
+    ):
+        if (found := getattr(owner, name, None)) is not None:
+            return list(found)
+    return []
+
+
+def _inner(holder: Any) -> Any:
+    """The part that has queue and exporter: from SDK 1.34 on, batch processors are made of one."""
+    return getattr(holder, "_batch_processor", holder)

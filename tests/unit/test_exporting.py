@@ -1,0 +1,330 @@
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, ConsoleLogExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import (
+    ConsoleMetricExporter,
+    InMemoryMetricReader,
+    PeriodicExportingMetricReader,
+)
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from megatron_autoinstrument import exporting, sdk, spans
+from megatron_autoinstrument.spans import FREQUENT, LIVE, Recorder
+
+logger = logging.getLogger(__name__)
+
+
+class Collector(SpanExporter):
+    """An exporter that does as its collector does, and logs like the SDK's."""
+
+    def __init__(self, refuses=False, raises=False):
+        self.refuses, self.raises = refuses, raises
+        self.got = 0
+        self.asked = threading.Event()
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def export(self, batch):
+        self.asked.set()
+        self.answers.wait()
+        if self.raises:
+            raise OSError("no route")
+        if self.refuses:
+            logger.warning("Transient error %s", "UNAVAILABLE")
+            logger.error("Failed to export")
+            return SpanExportResult.FAILURE
+        self.got += len(batch)
+        return SpanExportResult.SUCCESS
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """Connects a recorder, and metrics, to providers that export by these exporters."""
+    monkeypatch.setattr(sdk, "_THEIRS_EXIT_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(spans, "_OTHERS_S", 0.2)
+    recorder, reader, collectors = Recorder(), InMemoryMetricReader(), []
+
+    def connect(*exporters, queue=2048):
+        collectors.extend(exporters)
+        provider = TracerProvider(shutdown_on_exit=False)
+        for exporter in exporters:
+            provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=queue, max_export_batch_size=queue))
+        providers = {"traces": provider, "metrics": MeterProvider([reader], shutdown_on_exit=False)}
+        recorder.connect_by(lambda: sdk.connect(providers, None, {}))
+        return recorder, reader, provider
+
+    yield connect
+    for collector in collectors:
+        collector.answers.set()
+    recorder.disconnect()
+    recorder.abandon()
+
+
+def record(recorder, number, kind=FREQUENT):
+    for _ in range(number):
+        recorder.end(recorder.begin("megatron.microbatch.forward", kind))
+
+
+def counted(reader):
+    data = reader.get_metrics_data()
+    metrics = [metric for scope in data.resource_metrics[0].scope_metrics for metric in scope.metrics] if data else []
+    return {metric.name: metric.data.data_points[0].value for metric in metrics}.get("megatron.otel.spans_dropped", 0)
+
+
+def messages(caplog):
+    return [log.getMessage() for log in caplog.records if log.levelno >= logging.WARNING]
+
+
+def test_what_an_exporter_says_of_its_trouble_is_let_through_once(connected, caplog):
+    recorder, _, provider = connected(Collector(refuses=True))
+    for _ in range(3):
+        record(recorder, 1)
+        recorder.drain()
+        provider.force_flush()
+    (message,) = messages(caplog)
+    assert message.startswith("Transient error UNAVAILABLE (Told once")
+
+
+@pytest.mark.parametrize("silent", ["raises", "says nothing"])
+def test_an_exporter_that_fails_without_a_word_is_told_of_once(connected, caplog, monkeypatch, silent):
+    recorder, _, provider = connected(Collector(raises=silent == "raises", refuses=True))
+    monkeypatch.setattr(logger, "disabled", True)
+    for _ in range(3):
+        record(recorder, 1)
+        recorder.drain()
+        provider.force_flush()
+    (message,) = messages(caplog)
+    reason = "OSError: no route" if silent == "raises" else "the exporter reports a failure"
+    assert message.startswith(f"Exporting traces failed: {reason} (Told once")
+    assert recorder._connection.lost(final=False) == 3
+
+
+def test_other_exporters_and_released_ones_are_neither_silenced_nor_counted(connected, caplog):
+    exporter, other = Collector(refuses=True), Collector(refuses=True)
+    recorder, _, _ = connected(exporter)
+    record(recorder, 1)
+    assert isinstance(exporter.export, exporting.Export)
+    recorder.flush()
+    caplog.clear()
+    for _ in range(2):
+        other.export(())
+    assert len(messages(caplog)) == 4
+    recorder.disconnect()
+    assert "export" not in vars(exporter)
+    exporter.export(())
+    assert len(messages(caplog)) == 6
+    assert logger.filters == []
+
+
+def test_an_export_function_of_an_exporters_own_is_put_back(connected):
+    exporter = Collector()
+    own = exporter.export = lambda batch: SpanExportResult.SUCCESS
+    recorder, _, _ = connected(exporter)
+    record(recorder, 1)
+    assert exporter.export is not own
+    recorder.disconnect()
+    assert exporter.export is own
+
+
+def test_what_the_exporter_fails_to_export_is_counted_reported_and_a_metric(connected, caplog):
+    exporter = Collector()
+    recorder, reader, provider = connected(exporter)
+    record(recorder, 5)
+    provider.get_tracer("the user's").start_span("x").end()
+    assert recorder.flush()
+    assert counted(reader) == 0
+    exporter.refuses = True
+    record(recorder, 7)
+    record(recorder, 2, LIVE)
+    recorder.exit()
+    assert exporter.got == 5 + 1
+    assert counted(reader) == 9
+    assert "9 spans were dropped: 9 were not exported." in messages(caplog)
+
+
+def test_the_metric_is_kept_up_to_date_while_training_runs(connected):
+    recorder, reader, provider = connected(Collector(refuses=True))
+    record(recorder, 3)
+    deadline = time.monotonic() + 10
+    while not counted(reader) and time.monotonic() < deadline:
+        provider.force_flush()
+        time.sleep(0.05)
+    assert counted(reader) == 3
+
+
+def test_what_does_not_fit_into_the_sdks_queue_is_told_once_and_counted(connected, caplog):
+    exporter = Collector()
+    recorder, _, provider = connected(exporter, queue=4)
+    record(recorder, 1)
+    provider.force_flush()
+    exporter.answers.clear()
+    record(recorder, 40, LIVE)
+    exporter.answers.set()
+    provider.force_flush()
+    assert recorder._connection.lost(final=False) <= 41 - exporter.got
+    assert recorder.flush(final=True)
+    assert recorder._connection.lost(final=True) == 41 - exporter.got > 0
+    assert len([message for message in messages(caplog) if message.startswith("Queue ")]) <= 1  # some SDKs say nothing
+
+
+def test_of_several_exporters_the_worst_counts(connected):
+    good, bad = Collector(), Collector(refuses=True)
+    recorder, _, _ = connected(good, bad)
+    record(recorder, 3)
+    recorder.flush()
+    assert good.got == recorder._connection.lost(final=True) == 3
+
+
+def test_a_collector_that_never_answers_bounds_memory_and_exit_and_the_metrics_still_leave(
+    connected, caplog, monkeypatch
+):
+    monkeypatch.setattr(spans, "MAX_WAITING", 600)
+    exporter = Collector()
+    recorder, reader, _ = connected(exporter)
+    exporter.answers.clear()
+    for _ in range(10):
+        record(recorder, 512)
+        assert len(recorder._waiting) <= 600
+    assert exporter.asked.wait(10)
+    flushed = []
+    monkeypatch.setattr(recorder._connection, "flush_others", lambda final: flushed.append(counted(reader)))
+    started = time.monotonic()
+    recorder.exit()
+    assert time.monotonic() - started < 2
+    assert flushed == [5120]
+    (report,) = messages(caplog)
+    assert report.startswith("5120 spans were dropped: ")
+    assert report.endswith(" What was not exported after 0.4 s was given up.")
+
+
+def test_metrics_that_no_one_takes_bound_the_exit_too(connected, caplog, monkeypatch):
+    recorder, _, _ = connected(Collector())
+    record(recorder, 1)
+    monkeypatch.setattr(recorder._connection, "flush_others", lambda final: time.sleep(3))
+    started = time.monotonic()
+    recorder.exit()
+    assert time.monotonic() - started < 2
+    assert messages(caplog) == ["Exporting took too long. What was not exported after 0.4 s was given up."]
+
+
+@pytest.mark.parametrize("collector", ["answers", "fails", "is late"])
+def test_somebodys_shutdown_at_exit_stays_only_where_it_waits_for_no_dead_collector(connected, monkeypatch, collector):
+    taken_back = []
+    monkeypatch.setattr(atexit, "unregister", taken_back.append)
+    exporter = Collector(refuses=collector == "fails")
+    recorder, _, provider = connected(exporter)
+    record(recorder, 1)
+    if collector == "is late":
+        exporter.answers.clear()
+    recorder.exit()
+    assert (provider.shutdown in taken_back) == (collector != "answers")
+
+
+AT_EXIT = """
+import time
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from megatron_autoinstrument import sdk
+from megatron_autoinstrument.spans import FREQUENT, RECORDER
+
+sdk._THEIRS_EXIT_TIMEOUT_S = 1.0
+provider = TracerProvider()
+provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+trace.set_tracer_provider(provider)
+RECORDER.connect_by(lambda: sdk.connect({"traces": None}, None, {}))
+RECORDER.end(RECORDER.begin("megatron.microbatch.forward", FREQUENT))
+print(time.time())
+"""
+
+
+def test_the_shutdown_of_the_users_provider_does_not_wait_for_a_collector_that_refuses():
+    environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.time() - float(done.stdout) < 4  # the SDK alone: 7
+    assert "1 spans were dropped: 1 were not exported" in done.stderr
+    assert done.stderr.count("\n") == 2
+
+
+def test_a_forked_child_exports_as_without_us_and_counts_nothing(connected):
+    exporter = Collector()
+    recorder, _, _ = connected(exporter)
+    record(recorder, 2)
+    assert recorder.flush()
+    child = os.fork()
+    if child == 0:
+        exporter.export([object()])  # not looked at
+        os._exit(exporter.got)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_a_second_connection_reports_what_the_first_one_lost_no_more(connected, caplog):
+    exporter = Collector(refuses=True)
+    recorder, _, provider = connected(exporter)
+    record(recorder, 2)
+    recorder.flush()
+    recorder.disconnect()
+    exporter.refuses = False
+    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    record(recorder, 3)
+    recorder.exit()
+    assert exporter.got == 3
+    assert [message for message in messages(caplog) if "dropped" in message] == [
+        "2 spans were dropped: 2 were not exported."
+    ]
+
+
+def test_a_fault_that_comes_again_and_again_in_our_thread_is_told_of_once(connected, caplog, monkeypatch):
+    monkeypatch.setattr(spans, "_DRAIN_INTERVAL_S", 0.01)
+    recorder, _, _ = connected(Collector())
+    record(recorder, 1)
+    calls = []
+    monkeypatch.setattr(recorder, "drain", lambda: calls.append(1) or 1 / 0)
+    while len(calls) < 3:
+        time.sleep(0.01)
+    assert len(messages(caplog)) == 1
+
+
+class Closed:
+    """A file that takes nothing."""
+
+    def write(self, text):
+        raise OSError("no space left")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the exporter's older name
+def test_trouble_with_metrics_and_logs_is_told_of_once_too(caplog):
+    reader = PeriodicExportingMetricReader(ConsoleMetricExporter(out=Closed()), export_interval_millis=1e9)
+    meters, loggers = MeterProvider([reader], shutdown_on_exit=False), LoggerProvider(shutdown_on_exit=False)
+    loggers.add_log_record_processor(BatchLogRecordProcessor(ConsoleLogExporter(out=Closed())))
+    connection = sdk.connect({"metrics": meters, "logs": loggers}, None, {})
+    for _ in range(3):
+        connection.meter.create_counter("x").add(1)
+        connection.log_handler.emit(logging.makeLogRecord({"msg": "x", "levelno": logging.INFO}))
+        connection.flush_others()
+    told = messages(caplog)
+    assert [message.split(":")[0] for message in told] == ["Exporting metrics failed", "Exporting logs failed"]
+    assert all(export.failing for exports in connection._exports.values() for export in exports)
+    connection.release()
+
+
+def test_processors_that_are_not_the_sdks_are_left_alone():
+    class Processor:
+        _exporter = Collector()
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(Processor())
+    assert exporting.watch("traces", provider, exporting.Tally(), "x") == []
+    assert exporting.watch("traces", object(), exporting.Tally(), "x") == []
