@@ -152,7 +152,7 @@ class Connection:
         wait for has had its time.
 
         Args:
-            late: Whether that was too short.
+            late: Whether there is too little left for another time.
         """
         for name, provider in self._providers.items():
             if late or any(export.failing for export in self._exports[name]):

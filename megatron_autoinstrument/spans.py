@@ -561,7 +561,8 @@ class Recorder:
             requests.append(self._other_thread.ask(lambda: connection.flush_others(final)))
         in_time = all(request.answered.wait(deadline - monotonic()) for request in reversed(requests))
         if final:
-            connection.give_up(late=not in_time)
+            # Somebody's shutdown exports once more: where that took most of the time already, there is none for it.
+            connection.give_up(late=deadline - monotonic() < connection.exit_timeout_s / 2)
         given_up = "" if in_time else f" What was not exported after {connection.exit_timeout_s:g} s was given up."
         if lost > self._reported:
             reasons = [f"{lost - self.dropped} were not exported"] if lost > self.dropped else []

@@ -27,7 +27,6 @@ SITUATIONS = [
     (collectors.refusing, THEIRS, OLD, ALL),
     (collectors.mute, OURS, OLD, ALL),
     (collectors.never_answering, THEIRS, NEW, ALL),
-    (collectors.never_answering, OURS, OLD, TRACES),
     (collectors.dying, THEIRS, NEW, TRACES),
     (collectors.slow, OURS, NEW, ALL),
     (collectors.rejecting_by_size, OURS, NEW, TRACES),

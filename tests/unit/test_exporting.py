@@ -217,13 +217,18 @@ def test_metrics_that_no_one_takes_bound_the_exit_too(connected, caplog, monkeyp
     assert messages(caplog) == ["Exporting took too long. What was not exported after 0.4 s was given up."]
 
 
-@pytest.mark.parametrize("collector", ["answers", "fails", "is late"])
+@pytest.mark.parametrize("collector", ["answers", "fails", "is slow", "is late"])
 def test_somebodys_shutdown_at_exit_stays_only_where_it_waits_for_no_dead_collector(connected, monkeypatch, collector):
     taken_back = []
     monkeypatch.setattr(atexit, "unregister", taken_back.append)
     exporter = Collector(refuses=collector == "fails")
     recorder, _, provider = connected(exporter)
+    if collector in ("answers", "fails"):
+        monkeypatch.setattr(sdk, "_THEIRS_EXIT_TIMEOUT_S", 20)
     record(recorder, 1)
+    if collector == "is slow":
+        exporter.answers.clear()
+        threading.Timer(0.3, exporter.answers.set).start()
     if collector == "is late":
         exporter.answers.clear()
     recorder.exit()
