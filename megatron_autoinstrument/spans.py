@@ -7,13 +7,16 @@ run; those of frequent calls become spans later, in a thread of ours, with the t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from threading import get_ident
-from time import time_ns
+from time import monotonic, sleep, time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import context as context_api
@@ -115,8 +118,8 @@ class Recorder:
         self._background: list[Record] = []
         self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
-        self._asked: deque[_Request] = deque()
+        self._asked: SimpleQueue[_Request] = SimpleQueue()  # one that a signal handler may put into
+        self._last = _Request(final=True)
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
 
@@ -395,7 +398,8 @@ class Recorder:
         span = record.span
         if span is None:
             return
-        context_api.detach(record.token)
+        if record.token is not None:
+            context_api.detach(record.token)
         if record.attributes:
             span.set_attributes(record.attributes)
         _mark(span, record, now)
@@ -441,18 +445,32 @@ class Recorder:
 
     def _run(self) -> None:
         while True:
-            self._wake.wait(_DRAIN_INTERVAL_S)
-            self._wake.clear()
-            asked = self._asked.popleft() if self._asked else None
             try:
-                self.drain(final=asked is not None and asked.final)
-                if asked is not None:
-                    self._export(asked.final)
-                    asked.done = True
-            except Exception:
-                _logger.warning("Exporting what was recorded failed; some of it is lost.", exc_info=True)
-            if asked is not None:
+                asked = self._asked.get(timeout=_DRAIN_INTERVAL_S)
+            except Empty:
+                asked = None
+            if asked is None:
+                self._guard(self.drain)
+            elif asked.done is None:
+                asked.done = self._guard(self._answer, asked)
                 asked.answered.set()
+
+    def _guard(self, work: Callable[..., None], *args: Any) -> bool:
+        try:
+            work(*args)
+        except Exception:
+            _logger.warning("Exporting what was recorded failed; some of it is lost.", exc_info=True)
+            return False
+        return True
+
+    def _answer(self, request: _Request) -> None:
+        if request.final:
+            try:
+                self.close_open_records(request.cut_off_by)
+            except Exception:
+                _logger.warning("What was still running could not be recorded.", exc_info=True)
+        self.drain(final=request.final)
+        self._export(request.final)
 
     def _export(self, final: bool) -> None:
         if self._connection is not None:
@@ -503,13 +521,26 @@ class Recorder:
         record.span = span
         span.end(record.end)
 
-    def close_open_records(self) -> None:
-        """Ends what is still running, from the inside out: the process is about to end."""
+    def close_open_records(self, cut_off_by: str | None = None) -> None:
+        """Ends what is still running, from the inside out: the process is about to end.
+
+        Args:
+            cut_off_by: The signal that ends it, if one does: what was running has not run to its end then.
+        """
+        error = {"exception.type": cut_off_by} if cut_off_by else None
         for record in list(self._background):
             record.attributes = {**(record.attributes or {}), FINALIZED: False}
             self.end_background(record)
-        while self.current is not None:
-            self.end(self.current)
+        now = time_ns()
+        for record in reversed(list(self._waiting)):
+            # On other threads, and what a call does beside the thing that is current.
+            if not record.owned and record.end is None and record.parent is not None and record.parent.end is None:
+                record.error = error
+                record.end = now
+        while (current := self.current) is not None:
+            current.error = error
+            current.token = None  # of another thread's context, which ends with it
+            self.end(current)
         self.release()
 
     def flush(self, final: bool = False) -> bool:
@@ -524,10 +555,8 @@ class Recorder:
         """
         if self._thread is None or self._connection is None:
             return True
-        request = _Request(final)
-        self._asked.append(request)
-        self._wake.set()
-        in_time = request.answered.wait(self._connection.exit_timeout_s)
+        request = self._ask(final)
+        in_time = request.answered.wait(request.deadline - monotonic())
         lost, self.dropped = self.dropped, 0
         if final:
             lost += len(self._waiting)
@@ -543,7 +572,38 @@ class Recorder:
                 lost,
                 MAX_WAITING,
             )
-        return in_time and request.done
+        return in_time and bool(request.done)
+
+    def hand_on(self) -> None:
+        """Has our thread export what is closed, and doesn't wait. A signal handler may call it."""
+        if self._thread is not None and self._connection is not None:
+            self._ask(final=False)
+
+    def cut_off(self, by: str, hurried: Callable[[], bool]) -> None:
+        """A signal ends the process: does what `exit` does, or joins it. A signal handler may call it: only our thread
+        could wait for a lock that the interrupted one holds, and this waits for our thread within the bound.
+
+        Args:
+            by: The signal's name.
+            hurried: Whether to wait no longer.
+        """
+        if self._thread is None or self._connection is None:
+            return
+        self._last.cut_off_by = by
+        request = self._ask(final=True)
+        while request.done is None and monotonic() < request.deadline and not hurried():
+            sleep(0.01)
+        lost = self.dropped + len(self._waiting)
+        if request.done is None or lost:
+            # Not by logging, whose locks and streams the interrupted thread may be using.
+            os.write(2, f"megatron_autoinstrument: {by} ended this rank; {lost or 'some'} spans are lost.\n".encode())
+
+    def _ask(self, final: bool) -> _Request:
+        assert self._connection is not None
+        request = self._last if final else _Request(final)
+        request.deadline = request.deadline or monotonic() + self._connection.exit_timeout_s
+        self._asked.put(request)
+        return request
 
     def abandon(self) -> None:
         """This is a forked child: what is open or waiting is its parent's to record."""
@@ -553,25 +613,25 @@ class Recorder:
             record = record.parent
         self.current = self._deferred = self._held = self._thread = None
         self._draining = threading.Lock()  # our thread may have held it
+        self._asked = SimpleQueue()
         self._waiting.clear()
         self._background.clear()
         self._elsewhere.clear()
 
     def exit(self) -> None:
         """The process ends: closes what is open and exports it."""
-        try:
-            self.close_open_records()
-        except Exception:
-            _logger.warning("What was still running could not be recorded.", exc_info=True)
-        self.flush(final=True)
+        with contextlib.suppress(KeyboardInterrupt):  # whoever interrupts once more doesn't want to wait
+            self.flush(final=True)
 
 
 class _Request:
-    """A flush that our thread was asked for."""
+    """A flush that our thread is asked for."""
 
     def __init__(self, final: bool) -> None:
         self.final = final
-        self.done = False
+        self.cut_off_by: str | None = None
+        self.deadline = 0.0
+        self.done: bool | None = None  # whether it succeeded, once it is over
         self.answered = threading.Event()
 
 
