@@ -160,7 +160,6 @@ def _apply_flags(args: Any) -> None:
 def _silence() -> None:
     LEDGER.silence()
     RECORDER.abandon()
-    signals.TERMINATION.uninstall()
 
 
 # Forked children (data workers, checkpoint writers) record nothing, whatever was running when they were forked.

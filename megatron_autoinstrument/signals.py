@@ -50,7 +50,6 @@ class Termination:
         self._active = False
         self._installed = False  # ours is the handler, or below one that was set later and may call it
         self._ending = False
-        self._process = 0
         self._previous: Any = None  # the handler before ours, as Python knows it
         self._before: Any = None  # and as the system does
         self._address: int | None = None  # of Python's own handler, which calls ours
@@ -76,12 +75,11 @@ class Termination:
             signal.signal(signal.SIGTERM, self._handle)
             self._address = _address(_action())
             self._installed = True
-            self._process = os.getpid()
         self._listen()
 
     def uninstall(self) -> None:
         """Puts back what was there; where somebody has set a handler since, theirs stays, and ours below it passes
-        through. Also for forked children, which are ended by signals of their own."""
+        through."""
         if not self._active or threading.current_thread() is not threading.main_thread():
             return
         self._active = False
@@ -107,8 +105,7 @@ class Termination:
                 self._hand_on()
             self._previous(number, frame)  # it decides whether and when the process ends
             return
-        # A second signal ends at once, and so does one to a child that is just being forked.
-        if self._active and not self._ending and self._process == os.getpid():
+        if self._active and not self._ending:  # a second signal ends at once
             self._ending = True
             self._leave(lambda: False)
         self._end()
@@ -158,6 +155,31 @@ def _next(ours: socket.socket, flags: int = 0) -> int | None:
 
 
 TERMINATION = Termination()
+
+
+class _Fork:
+    """A forked child is ended by signals as without us. While it is being forked, Python would lose one: it forgets
+    in the child what came in there before."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, Any] = {}  # of the threads that are forking
+
+    def before(self) -> None:
+        if TERMINATION._active:
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            self._masks[threading.get_ident()] = mask
+
+    def after(self) -> None:
+        if (mask := self._masks.pop(threading.get_ident(), None)) is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def after_in_child(self) -> None:
+        TERMINATION.uninstall()
+        self.after()
+
+
+_fork = _Fork()
+os.register_at_fork(before=_fork.before, after_in_parent=_fork.after, after_in_child=_fork.after_in_child)
 atexit.register(TERMINATION.uninstall)  # before the recorder registers its own exit, so that this runs after it
 
 

@@ -213,8 +213,10 @@ class Recorder:
         """Closes them now."""
         first = records[0]
         self.end(first, error)
+        # An exception is recorded once, on the first of them.
+        marked = {"exception.type": first.error["exception.type"]} if first.error else None
         for other in records[1:]:
-            other.error = first.error
+            other.error = marked
             other.end = first.end
 
     def _begin_elsewhere(self, thread: int, name: str, attributes: dict[str, Any] | None) -> Record | None:

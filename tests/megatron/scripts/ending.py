@@ -1,4 +1,4 @@
-"""Trains the tiny GPT to its end in the middle of its fourth iteration: END says how.
+"""Trains the tiny GPT to an end in the middle of its fourth iteration, in torchrun's first attempt: END says which.
 
 END is a list of `what@rank`, or `what` for every rank: `raise`, `sleep` (in Python), `exit` (with an error, from the
 loop), `duration` (what Megatron took for the start is long ago), `SIG…` (to itself), `SIG…-launcher` (to torchrun), or
@@ -15,7 +15,7 @@ END = dict.fromkeys(["0", "1"], "")
 for word in os.environ["END"].split(","):
     what, _, rank = word.partition("@")
     END.update({rank: what} if rank else dict.fromkeys(END, what))
-END = END[os.environ["RANK"]]
+END = END[os.environ["RANK"]] if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else ""
 
 rl_utils = types.ModuleType("megatron.rl.rl_utils")
 exec("def rl_inference_interface_shutdown():\n    import os\n    os._exit(0)", vars(rl_utils))
@@ -40,6 +40,7 @@ def forward_step_that_ends(data_iterator, model):
             training._TRAIN_START_TIME -= 3600
         if END.startswith("SIG"):
             name, _, launcher = END.partition("-")
+            time.sleep(1)  # the other rank waits for this one by now, in gloo's C++
             os.kill(os.getppid() if launcher else os.getpid(), getattr(signal, name))
         if END == "sleep" or END.endswith("-launcher"):
             time.sleep(60)
