@@ -11,6 +11,7 @@ a handler alone, SIGTERM would no longer end such a rank. So a thread of ours is
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import os
@@ -102,13 +103,16 @@ class Termination:
         nothing."""
         if callable(self._previous):
             if self._active:
-                self._hand_on()
+                with contextlib.suppress(Exception):
+                    self._hand_on()
             self._previous(number, frame)  # it decides whether and when the process ends
             return
-        if self._active and not self._ending:  # a second signal ends at once
-            self._ending = True
-            self._leave(lambda: False)
-        self._end()
+        try:
+            if self._active and not self._ending:  # a second signal ends at once
+                self._ending = True
+                self._leave(lambda: False)
+        finally:
+            self._end()
 
     def _end(self) -> None:
         _set_action(self._before)
@@ -139,8 +143,10 @@ class Termination:
                 if not self._is_current() or callable(self._previous):
                     self._hand_on()  # what else is to happen, others decide
                     continue
-                self._leave(lambda: _next(ours, socket.MSG_DONTWAIT) == signal.SIGTERM)
-                self._end()
+                try:
+                    self._leave(lambda: _next(ours, socket.MSG_DONTWAIT) == signal.SIGTERM)
+                finally:
+                    self._end()
 
 
 def _next(ours: socket.socket, flags: int = 0) -> int | None:

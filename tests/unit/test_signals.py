@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from megatron_autoinstrument.signals import TERMINATION
-
 START = """
 import asyncio, atexit, faulthandler, functools, hashlib, os, signal, sys, threading, time
 from opentelemetry.sdk.trace import TracerProvider
@@ -239,12 +237,6 @@ def test_a_second_interrupt_ends_the_wait_at_exit():
     assert done.returncode == -signal.SIGINT
     assert took < 5
     assert done.stderr.count("Traceback") == 1  # the first
-
-
-def test_without_a_span_there_is_no_handler():
-    before = signal.getsignal(signal.SIGTERM)
-    assert not TERMINATION._active
-    assert before is signal.SIG_DFL
 
 
 def test_reinforcement_learnings_own_exit_runs_ours_first():
