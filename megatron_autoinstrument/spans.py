@@ -596,7 +596,8 @@ class Recorder:
         while request.done is None and monotonic() < request.deadline and not hurried():
             sleep(0.01)
         lost = self.dropped + len(self._waiting)
-        if request.done is None or lost:
+        if (request.done is None or lost) and not request.told:
+            request.told = True
             # Not by logging, whose locks and streams the interrupted thread may be using.
             os.write(2, f"megatron_autoinstrument: {by} ended this rank; {lost or 'some'} spans are lost.\n".encode())
 
@@ -632,6 +633,7 @@ class _Request:
     def __init__(self, final: bool) -> None:
         self.final = final
         self.cut_off_by: str | None = None
+        self.told = False  # what was lost: two threads may wait for it
         self.deadline = 0.0
         self.done: bool | None = None  # whether it succeeded, once it is over
         self.answered = threading.Event()

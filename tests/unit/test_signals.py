@@ -180,7 +180,7 @@ def test_the_wait_for_an_exporter_that_hangs_has_a_bound(bound, code):
         f"RECORDER._connection.exit_timeout_s = {bound}\n" + code
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
-    assert bound == 20 or "SIGTERM ended this rank; " in done.stderr
+    assert bound == 20 or done.stderr.count("SIGTERM ended this rank; ") == 1
     assert 1 < took < 5
 
 
