@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
-from megatron_autoinstrument import autoload, config, groups, native, patching, ranks
+from megatron_autoinstrument import autoload, config, groups, native, patching, ranks, signals
 from megatron_autoinstrument.spans import RECORDER
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             RECORDER.release()
             RECORDER.flush()
             RECORDER.disconnect()
+            signals.TERMINATION.uninstall()
         except Exception:
             if patching.reraise_internal_errors:
                 raise
@@ -114,6 +115,8 @@ def _install(given: Mapping[str, Any]) -> None:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
         from megatron_autoinstrument import ids, resource, sampling, sdk
 
+        # With the first span: Megatron has set its own handler by then, and knows of no other.
+        signals.install(functools.partial(RECORDER.cut_off, "SIGTERM"), RECORDER.hand_on)
         strategy = settings.sampling_strategy
         return sdk.connect(
             wanted,

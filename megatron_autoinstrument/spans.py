@@ -7,13 +7,16 @@ run; those of frequent calls become spans later, in a thread of ours, with the t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from threading import get_ident
-from time import monotonic, time_ns
+from time import monotonic, sleep, time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import context as context_api
@@ -123,6 +126,9 @@ class Recorder:
         self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
         self._thread: _Thread | None = None
         self._other_thread: _Thread | None = None  # for metrics and logs, when spans keep the first one busy
+        self._last: dict[str, _Request] = {}  # of the process: its exit and a signal share them
+        self._cut_off_by: str | None = None  # the signal
+        self._told_of_signal = False
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
 
@@ -216,8 +222,10 @@ class Recorder:
         """Closes them now."""
         first = records[0]
         self.end(first, error)
+        # An exception is recorded once, on the first of them.
+        marked = {"exception.type": first.error["exception.type"]} if first.error else None
         for other in records[1:]:
-            other.error = first.error
+            other.error = marked
             other.end = first.end
 
     def _begin_elsewhere(self, thread: int, name: str, attributes: dict[str, Any] | None) -> Record | None:
@@ -420,7 +428,7 @@ class Recorder:
         if record is self._deferred:
             self._get_ready()
         span = record.span
-        if span is not None:
+        if record.token is not None:
             context_api.detach(record.token)  # before a processor of somebody's may fail
         if self._held is not None and (hold or self._held.parent is record):
             self.release()
@@ -473,15 +481,48 @@ class Recorder:
         self.drain()
         self._count_lost(final=False)
 
-    def _count_lost(self, final: bool) -> int:
-        """Brings the metric of lost spans up to date, and returns how many there are in all."""
+    def _lost(self, final: bool) -> int:
+        """How many spans are lost, as far as it is known now. It takes no lock: a signal handler may call it."""
         if self._connection is None:
             return 0
-        lost = self.dropped + self._not_exported + self._connection.lost(final) + (len(self._waiting) if final else 0)
-        if lost > self._counted:
+        return self.dropped + self._not_exported + self._connection.lost(final) + (len(self._waiting) if final else 0)
+
+    def _count_lost(self, final: bool) -> int:
+        """Brings the metric of lost spans up to date, and returns how many there are in all."""
+        lost = self._lost(final)
+        if self._connection is not None and lost > self._counted:
             self._connection.count_lost(lost - self._counted)
             self._counted = lost
         return lost
+
+    def _ask(self, final: bool) -> _Request:
+        """Asks our thread for a flush; the last one closes what is open, and there is one of it."""
+        thread, connection = self._thread, self._connection
+        assert thread is not None
+        assert connection is not None
+
+        def flush_spans() -> None:
+            if final:
+                try:
+                    self.close_open_records(self._cut_off_by)
+                except Exception:
+                    _logger.warning("What was still running could not be recorded.", exc_info=True)
+            self.drain(final)
+            connection.flush_spans(final)
+
+        request = self._last.setdefault("spans", _Request(flush_spans)) if final else _Request(flush_spans)
+        request.deadline = request.deadline or monotonic() + connection.exit_timeout_s
+        return thread.ask(request)
+
+    def _ask_others(self, final: bool, deadline: float) -> _Request | None:
+        """Asks for a flush of metrics and logs, if there are any."""
+        thread, connection = self._other_thread, self._connection
+        if thread is None or connection is None:
+            return None
+        request = _Request(lambda: connection.flush_others(final))
+        request = self._last.setdefault("others", request) if final else request
+        request.deadline = deadline
+        return thread.ask(request)
 
     def drain(self, final: bool = False, wait: bool = True) -> None:
         """Hands the closed records on. Any thread may call it; the training thread has no need to.
@@ -525,13 +566,26 @@ class Recorder:
         record.span = span
         span.end(record.end)
 
-    def close_open_records(self) -> None:
-        """Ends what is still running, from the inside out: the process is about to end."""
+    def close_open_records(self, cut_off_by: str | None = None) -> None:
+        """Ends what is still running, from the inside out: the process is about to end.
+
+        Args:
+            cut_off_by: The signal that ends it, if one does: what was running has not run to its end then.
+        """
+        error = {"exception.type": cut_off_by} if cut_off_by else None
         for record in list(self._background):
             record.attributes = {**(record.attributes or {}), FINALIZED: False}
             self.end_background(record)
-        while self.current is not None:
-            self.end(self.current)
+        now = time_ns()
+        for record in reversed(list(self._waiting)):
+            # On other threads, and what a call does beside the thing that is current.
+            if not record.owned and record.end is None and record.parent is not None and record.parent.end is None:
+                record.error = error
+                record.end = now
+        while (current := self.current) is not None:
+            current.error = error
+            current.token = None  # of another thread's context, which ends with it
+            self.end(current)
         self.release()
 
     def flush(self, final: bool = False) -> bool:
@@ -547,22 +601,16 @@ class Recorder:
         thread, connection = self._thread, self._connection
         if thread is None or connection is None:
             return True
-        deadline = monotonic() + connection.exit_timeout_s
-
-        def flush_spans() -> None:
-            self.drain(final)
-            connection.flush_spans(final)
-
+        spans = self._ask(final)
         reserve = _OTHERS_S if self._other_thread is not None else 0.0
-        requests = [thread.ask(flush_spans)]
-        requests[0].answered.wait(deadline - reserve - monotonic())
+        spans.answered.wait(spans.deadline - reserve - monotonic())
         lost = self._count_lost(final)  # before the metrics leave
-        if self._other_thread is not None:
-            requests.append(self._other_thread.ask(lambda: connection.flush_others(final)))
-        in_time = all(request.answered.wait(deadline - monotonic()) for request in reversed(requests))
+        others = self._ask_others(final, spans.deadline)
+        requests = [request for request in (others, spans) if request is not None]
+        in_time = all(request.answered.wait(request.deadline - monotonic()) for request in requests)
         if final:
             # Somebody's shutdown exports once more: where that took most of the time already, there is none for it.
-            connection.give_up(late=deadline - monotonic() < connection.exit_timeout_s / 2)
+            connection.give_up(late=spans.deadline - monotonic() < connection.exit_timeout_s / 2)
         given_up = "" if in_time else f" What was not exported after {connection.exit_timeout_s:g} s was given up."
         if lost > self._reported:
             reasons = [f"{lost - self.dropped} were not exported"] if lost > self.dropped else []
@@ -576,6 +624,38 @@ class Recorder:
         elif given_up:
             _logger.warning("Exporting took too long.%s", given_up)
         return in_time and all(request.done for request in requests)
+
+    def hand_on(self) -> None:
+        """Has our thread export what is closed, and doesn't wait. A signal handler may call it."""
+        if self._thread is not None and self._connection is not None:
+            self._ask(final=False)
+
+    def cut_off(self, by: str, hurried: Callable[[], bool]) -> None:
+        """A signal ends the process: does what `exit` does, or joins it. A signal handler may call it: only our threads
+        could wait for a lock that the interrupted one holds, and this waits for them within the bound.
+
+        Args:
+            by: The signal's name.
+            hurried: Whether to wait no longer.
+        """
+        if self._thread is None or self._connection is None:
+            return
+        self._cut_off_by = by
+        spans = self._ask(final=True)
+        reserve = _OTHERS_S if self._other_thread is not None else 0.0
+        others: _Request | None = None
+        while monotonic() < spans.deadline and not hurried():
+            if others is None and (spans.done is not None or monotonic() > spans.deadline - reserve):
+                others = self._ask_others(True, spans.deadline)
+                reserve = 0.0
+            if spans.done is not None and (others is None or others.done is not None):
+                break
+            sleep(0.01)
+        lost = self._lost(final=True)
+        if (spans.done is None or lost) and not self._told_of_signal:
+            self._told_of_signal = True
+            # Not by logging, whose locks and streams the interrupted thread may be using.
+            os.write(2, f"megatron_autoinstrument: {by} ended this rank; {lost or 'some'} spans are lost.\n".encode())
 
     def disconnect(self) -> None:
         """Lets go of the exporters: what they do from now on is not watched."""
@@ -591,54 +671,51 @@ class Recorder:
             record = record.parent
         self.current = self._deferred = self._held = self._thread = self._other_thread = None
         self._draining = threading.Lock()  # our thread may have held it
+        self._last = {}
         self._waiting.clear()
         self._background.clear()
         self._elsewhere.clear()
 
     def exit(self) -> None:
         """The process ends: closes what is open and exports it."""
-        try:
-            self.close_open_records()
-        except Exception:
-            _logger.warning("What was still running could not be recorded.", exc_info=True)
-        self.flush(final=True)
+        with contextlib.suppress(KeyboardInterrupt):  # whoever interrupts once more doesn't want to wait
+            self.flush(final=True)
 
 
 class _Request:
-    """What a thread of ours was asked for."""
+    """What a thread of ours is asked for."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work = work
-        self.done = False
+        self.deadline = 0.0
+        self.done: bool | None = None  # whether it succeeded, once it is over
         self.answered = threading.Event()
 
 
 class _Thread:
-    """A thread of ours: it does what it is asked for, and `between` all the time."""
+    """A thread of ours: it does what it is asked for, and `between` from time to time."""
 
     def __init__(self, between: Callable[[], None] | None = None) -> None:
         self._between = between
-        self._wake = threading.Event()
-        self._asked: deque[_Request] = deque()
+        self._asked: SimpleQueue[_Request] = SimpleQueue()  # one that a signal handler may put into
         self._failed = False
         threading.Thread(target=self._run, name="megatron-autoinstrument", daemon=True).start()
 
-    def ask(self, work: Callable[[], None]) -> _Request:
-        request = _Request(work)
-        self._asked.append(request)
-        self._wake.set()
+    def ask(self, request: _Request) -> _Request:
+        self._asked.put(request)
         return request
 
     def _run(self) -> None:
         while True:
-            self._wake.wait(_DRAIN_INTERVAL_S if self._between is not None else None)
-            self._wake.clear()
-            while self._asked:
-                request = self._asked.popleft()
+            try:
+                request = self._asked.get(timeout=_DRAIN_INTERVAL_S if self._between is not None else None)
+            except Empty:
+                assert self._between is not None
+                self._do(self._between)
+                continue
+            if request.done is None:
                 request.done = self._do(request.work)
                 request.answered.set()
-            if self._between is not None:
-                self._do(self._between)
 
     def _do(self, work: Callable[[], None]) -> bool:
         try:

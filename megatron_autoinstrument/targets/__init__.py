@@ -21,6 +21,7 @@ _TARGETS = (
     "p2p_communication",
     "param_and_grad_buffer",
     "rerun_state_machine",
+    "rl_utils",
     "schedules",
     "serialization",
     "timers",

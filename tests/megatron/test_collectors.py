@@ -48,7 +48,7 @@ def trained(situation, providers, otel, signals):
             *OPTIONS,
             ranks=1,
             way=INSTRUMENT if providers == THEIRS else PLAIN,
-            script=SCRIPTS / "ending.py",
+            script=SCRIPTS / "saying_when_done.py",
             environment=environment,
             otel=OLDEST_OTEL if otel == OLD else None,
         )

@@ -59,8 +59,9 @@ def test_by_default_the_last_rank_alone_exports():
     assert run.losses == plain_losses(*PIPELINE)
 
 
-def test_a_rank_that_does_not_export_has_no_patch_but_for_flags_no_provider_and_no_thread_of_ours():
-    _, (first, _) = by_default()
+def test_a_rank_that_does_not_export_has_no_patch_but_for_flags_no_provider_no_handler_and_no_thread_of_ours():
+    _, (first, last) = by_default()
+    assert (first["sigterm"], last["sigterm"]) == (False, True)
     assert first["patched"] == FLAGS_ONLY
     assert first["ledger"] == len(FLAGS_ONLY)
     assert first["provider"] == "ProxyTracerProvider"

@@ -1,11 +1,12 @@
 import argparse
+import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
 
 import pytest
 
-from megatron_autoinstrument import MegatronInstrumentor, instrumentor, targets
+from megatron_autoinstrument import MegatronInstrumentor, instrumentor, signals, targets
 
 SOURCE = "def train_step(model, iteration=None):\n    return model\n"
 
@@ -72,6 +73,16 @@ def test_instrument_after_import_twice_and_again_after_uninstrument(megatron, tr
     megatron.instrument(tracer_provider=provider)
     training.train_step("model")
     assert spans(exporter) == ["megatron.train_step"] * 2
+
+
+def test_sigterm_is_handled_from_the_first_span_on_and_as_before_after_uninstrument(megatron, training, provider):
+    megatron.instrument(tracer_provider=provider)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    training.train_step("model")
+    assert signal.getsignal(signal.SIGTERM) == signals.TERMINATION._handle
+    megatron.uninstrument()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_instrument_before_import(megatron, monkeypatch, tmp_path, provider, exporter):

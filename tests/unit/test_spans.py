@@ -121,6 +121,41 @@ def test_a_combined_call_gives_one_span_per_direction_with_the_same_times(record
     assert sent.parent.span_id == received.parent.span_id == got["megatron.train_step"].context.span_id
 
 
+def test_what_a_combined_call_raises_is_recorded_once(recorder, exporter):
+    both = recorder.begin_together(["megatron.p2p.send_forward", "megatron.p2p.recv_backward"], {})
+    recorder.end_together(both, RuntimeError("connection closed"))
+    got = finished(recorder, exporter)
+    assert [span.attributes["error.type"] for span in got.values()] == ["RuntimeError"] * 2
+    assert {name: len(span.events) for name, span in got.items()} == {
+        "megatron.p2p.send_forward": 1,
+        "megatron.p2p.recv_backward": 0,
+    }
+
+
+def test_what_a_signal_cuts_off_is_marked_on_every_thread_and_what_was_over_is_not(recorder, exporter, capfd):
+    train = recorder.begin("megatron.train", LIVE)
+    recorder.end(recorder.begin("over", FREQUENT))
+    opened, leave = threading.Event(), threading.Event()
+
+    def recompute():
+        recorder.begin("megatron.layer.forward", FREQUENT)
+        recorder.begin("megatron.layer.mlp", FREQUENT)
+        opened.set()
+        leave.wait()
+
+    thread = threading.Thread(target=recompute)
+    thread.start()
+    opened.wait()
+    recorder.cut_off("SIGTERM", lambda: False)
+    leave.set()
+    thread.join()
+    errors = {span.name: span.attributes.get("error.type") for span in exporter.get_finished_spans()}
+    cut = ("megatron.train", "megatron.layer.forward", "megatron.layer.mlp")
+    assert errors == {"over": None, **dict.fromkeys(cut, "SIGTERM")}
+    assert train.end
+    assert not capfd.readouterr().err
+
+
 def test_a_deferred_span_opens_with_the_next_one_and_starts_when_it_was_called(recorder, exporter):
     connected = []
     connect, recorder._connect = recorder._connect, lambda: connected.append(1) or connect()

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import signal
 import sys
 import threading
 
@@ -30,6 +31,7 @@ def report():
                 "patched": sorted(ours),
                 "ledger": len(instrumentor.LEDGER._replacements),
                 "provider": type(trace.get_tracer_provider()).__name__,
+                "sigterm": signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
                 "threads": sorted(thread.name for thread in threading.enumerate()),
                 "sdk": "opentelemetry.sdk.trace" in sys.modules,
             }

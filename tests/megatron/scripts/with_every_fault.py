@@ -15,7 +15,8 @@ from megatron_autoinstrument import MegatronInstrumentor
 
 LOOKING = 4  # steps, an evaluation among them
 # The guards themselves: what they call is what they guard.
-GUARDS = {"_wrap.<locals>.wrapper", "_end", "_turn_off", "Ledger.silence", "Recorder._get_ready", "Recorder._run"}
+GUARDS = {"_wrap.<locals>.wrapper", "_end", "_turn_off", "Ledger.silence", "Recorder._get_ready"}
+GUARDS |= {"_Thread._run", "_Thread._do"}
 GUARDS |= {f"MegatronInstrumentor.{name}" for name in ("_instrument", "_uninstrument", "instrumentation_dependencies")}
 TOOL = sys.monitoring.DEBUGGER_ID
 EVENT = sys.monitoring.events.PY_START
