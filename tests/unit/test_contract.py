@@ -72,3 +72,14 @@ def test_the_metrics_are_the_contracts_and_the_readme_has_a_row_for_each():
     assert {name: (made.kind, made.unit) for name, made in metrics.INSTRUMENTS.items()} == documented
     for name, (kind, _) in documented.items():
         assert f"| `{name}` | {kind} |" in README
+
+
+def test_each_situation_names_tests_that_are_there():
+    files = list((ROOT / "tests").glob("*/test_*.py"))
+    there = {path.name for path in files}.union(
+        *(re.findall(r"^def (test_\w+)", path.read_text(), re.M) for path in files)
+    )
+    rows = re.findall(r"^\| .* \| .* \| (.*) \|$", (ROOT / "docs" / "situations.md").read_text(), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(test_\w+(?:\.py)?)`", row)]
+    assert len(named) > 50
+    assert set(named) <= there
