@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
@@ -84,6 +85,18 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
                 raise
             LEDGER.silence()
             _logger.warning("Could not take the instrumentation back; it is silent from here on.", exc_info=True)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Takes every wrapper out of Megatron for the length of a `with`, and puts them back: nothing of this package
+        runs inside it. The step it begins in is recorded up to there. Any thread may use it."""
+        patched = LEDGER.groups
+        LEDGER.uninstall()
+        try:
+            yield
+        finally:
+            if patched and self.is_instrumented_by_opentelemetry:
+                _patch(patched)
 
 
 def accept_flags() -> None:

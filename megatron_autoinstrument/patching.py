@@ -11,6 +11,7 @@ import inspect
 import logging
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -157,7 +158,9 @@ class Ledger:
     def __init__(self) -> None:
         self._patches: dict[tuple[Seam, int], _Patch] = {}
         self._replacements: list[_Replacement] = []
-        self._groups: frozenset[str] = frozenset()
+        self.groups: frozenset[str] = frozenset()
+        """Those whose seams are wrapped now."""
+        self._lock = threading.RLock()  # a signal may come in the middle of an install
         self._wanted: dict[str, list[Seam]] = {}
         self._watched: set[str] = set()  # wrapt's hooks can't be taken back, so each is set once
 
@@ -167,39 +170,42 @@ class Ledger:
         Raises:
             Exception: something went wrong that is no missing seam; nothing stays replaced then.
         """
-        self._groups = groups
-        for seam in seams:
-            if not groups.isdisjoint(seam.groups):
-                self._wanted.setdefault(seam.module, []).append(seam)
-        try:
-            loaded = [module for name in self._wanted if (module := sys.modules.get(name)) is not None]
-            for module in loaded:
-                self._patch_module(module)
-            if loaded:
-                self._rebind_to_wrappers()
-            for name in self._wanted.keys() - sys.modules.keys() - self._watched:
-                self._watched.add(name)
-                wrapt.register_post_import_hook(self._on_import, name)
-        except BaseException:
-            self.uninstall()
-            raise
+        with self._lock:
+            self.groups = groups
+            for seam in seams:
+                if not groups.isdisjoint(seam.groups):
+                    self._wanted.setdefault(seam.module, []).append(seam)
+            try:
+                loaded = [module for name in self._wanted if (module := sys.modules.get(name)) is not None]
+                for module in loaded:
+                    self._patch_module(module)
+                if loaded:
+                    self._rebind_to_wrappers()
+                for name in self._wanted.keys() - sys.modules.keys() - self._watched:
+                    self._watched.add(name)
+                    wrapt.register_post_import_hook(self._on_import, name)
+            except BaseException:
+                self.uninstall()
+                raise
 
     def uninstall(self) -> None:
         """Puts back every original, also in names that were bound to a wrapper meanwhile."""
-        self.silence()
-        while self._replacements:
-            holder, name, original, replacement, inherited = self._replacements.pop()
-            if vars(holder).get(name) is not replacement:
-                continue  # somebody wrapped on top of us: theirs stays, ours passes through
-            if inherited:
-                delattr(holder, name)
-            else:
-                setattr(holder, name, original)
-        self._rebind({id(patch.wrapper): patch.original for patch in self._patches.values()})
+        with self._lock:
+            self.silence()
+            while self._replacements:
+                holder, name, original, replacement, inherited = self._replacements.pop()
+                if vars(holder).get(name) is not replacement:
+                    continue  # somebody wrapped on top of us: theirs stays, ours passes through
+                if inherited:
+                    delattr(holder, name)
+                else:
+                    setattr(holder, name, original)
+            self._rebind({id(patch.wrapper): patch.original for patch in self._patches.values()})
 
     def silence(self) -> None:
         """Makes every wrapper pass through, and leaves it in place."""
         self._wanted.clear()
+        self.groups = frozenset()
         for patch in self._patches.values():
             patch.hook = None
 
@@ -239,7 +245,7 @@ class Ledger:
         function = original.__func__ if kind else original
         patch = self._patch_for(seam, function)
         try:
-            hook = seam.hook(patch.original, self._groups)
+            hook = seam.hook(patch.original, self.groups)
         except Exception:
             # A fork's function that we can't read costs its own spans, and no others.
             if reraise_internal_errors:

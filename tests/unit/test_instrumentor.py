@@ -85,6 +85,25 @@ def test_sigterm_is_handled_from_the_first_span_on_and_as_before_after_uninstrum
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_paused_takes_everything_out_for_a_while_and_puts_it_back(megatron, training, provider, exporter):
+    originals = vars(training).copy()
+    megatron.instrument(tracer_provider=provider)
+    wrapped = vars(training).copy()
+    assert wrapped != originals
+    with megatron.paused():
+        assert {name: vars(training)[name] for name in originals} == originals
+        with megatron.paused():
+            pass
+        assert {name: vars(training)[name] for name in originals} == originals
+    assert {name: vars(training)[name] for name in wrapped} == wrapped
+    with megatron.paused():
+        megatron.uninstrument()
+    assert {name: vars(training)[name] for name in originals} == originals
+    with megatron.paused():  # not instrumented at all
+        pass
+    assert {name: vars(training)[name] for name in originals} == originals
+
+
 def test_instrument_before_import(megatron, monkeypatch, tmp_path, provider, exporter):
     package = tmp_path / "megatron" / "training"
     package.mkdir(parents=True)
