@@ -1,57 +1,97 @@
-"""What a wrapped call costs on the training thread, and a frequent span afterwards in ours, in microseconds.
+"""What a wrapped call costs: on the thread that makes it, and in CPU time of all threads, its export included.
 
-Run it alone on a quiet machine: python benchmarks/per_call.py
+Run it alone on a quiet machine: python benchmarks/per_call.py. Where nemo-lens is installed (it wants Python 3.13), its
+trace_fn is measured in turn with ours, in the same process, with the same SDK and processors.
 """
 
+import gc
 import sys
 import time
-import timeit
 import types
 
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from megatron_autoinstrument import sdk
 from megatron_autoinstrument.patching import Ledger, Seam
 from megatron_autoinstrument.spans import RECORDER, span
 
-CALLS = 2_000
+CALLS, ROUNDS = 2_000, 15
 
 
-def best(call, rounds=15):
-    """The least time of one call; between rounds what was recorded is handed on."""
-    times = []
-    for _ in range(rounds):
-        times.append(timeit.timeit(call, number=CALLS) / CALLS * 1e6)
-        RECORDER.drain()
-    return min(times)
+class Encoding(SpanExporter):
+    """Makes of spans what is sent, and sends nothing."""
+
+    def export(self, spans):
+        encode_spans(spans).SerializeToString()
+        return SpanExportResult.SUCCESS
+
+
+def measure(calls):
+    """The least time of one call of each, in µs, and the least CPU time of all threads; in turn, so that what the
+    machine does else falls on all of them alike."""
+    wall, cpu = dict.fromkeys(calls, 1e9), dict.fromkeys(calls, 1e9)
+    gc.disable()
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            started, used = time.perf_counter(), time.process_time()
+            for _ in range(CALLS):
+                call()
+            took = time.perf_counter() - started
+            RECORDER.flush()
+            trace.get_tracer_provider().force_flush()
+            wall[name] = min(wall[name], took / CALLS * 1e6)
+            cpu[name] = min(cpu[name], (time.process_time() - used) / CALLS * 1e6)
+        gc.collect()
+    return wall, cpu
 
 
 def main():
     module = sys.modules["megatron.benchmark"] = types.ModuleType("megatron.benchmark")
-    exec(
-        "def frequent(x, current_microbatch=None): return x\ndef live(x): return x\ndef off(x): return x", vars(module)
-    )
-    provider = TracerProvider()
+    source = "def {}(x, current_microbatch=None): return x\n"
+    exec("".join(map(source.format, ("bare", "frequent", "coarse", "off"))), vars(module))
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(Encoding(), max_queue_size=100_000))
+    trace.set_tracer_provider(provider)
     RECORDER.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
-    bare = best(lambda: module.off(1))
     ledger = Ledger()
-    frequent = span("megatron.microbatch.forward", given={"megatron.microbatch_id": "current_microbatch"})
     seams = [
-        Seam(module.__name__, "frequent", {"microbatch"}, frequent),
-        Seam(module.__name__, "live", {"step"}, span("megatron.train_step", live=True)),
+        Seam(
+            module.__name__,
+            "frequent",
+            {"microbatch"},
+            span("megatron.microbatch.forward", given={"megatron.microbatch_id": "current_microbatch"}),
+        ),
+        Seam(module.__name__, "coarse", {"step"}, span("megatron.train_step", live=True)),
         Seam(module.__name__, "off", {"step"}, span("megatron.train", live=True)),
     ]
     ledger.install(seams, frozenset({"microbatch", "step"}))
-    wrapper = module.off
-    print(f"a frequent span: {best(lambda: module.frequent(1, current_microbatch=3)) - bare:.2f}")
-    print(f"a live span: {best(lambda: module.live(1)) - bare:.2f}")
-    for _ in range(10_000):
-        module.frequent(1, current_microbatch=3)
-    waiting, start = len(RECORDER._waiting), time.perf_counter()
-    RECORDER.drain()
-    print(f"a frequent span, later, without its export: {(time.perf_counter() - start) / max(waiting, 1) * 1e6:.2f}")
+    off = module.off
+    calls = {
+        "nothing": lambda: module.bare(1, current_microbatch=3),
+        "a frequent span": lambda: module.frequent(1, current_microbatch=3),
+        "a coarse span": lambda: module.coarse(1, current_microbatch=3),
+    }
+    try:
+        from nemo.lens import helpers, state
+    except ImportError:
+        print("nemo-lens is not installed: ours alone.")
+    else:
+        state.set_enabled_span_groups(frozenset({"microbatch"}))
+        theirs = helpers.trace_fn("microbatch", "megatron.microbatch.forward")(module.bare)
+        calls["nemo-lens's trace_fn"] = lambda: theirs(1, current_microbatch=3)
+    wall, cpu = measure(calls)
     ledger.uninstall()
-    print(f"a wrapper that outlived uninstall(): {best(lambda: wrapper(1)) - bare:.2f}")
+    calls = {"nothing": calls["nothing"], "a wrapper after uninstall()": lambda: off(1, current_microbatch=3)}
+    wall_off, cpu_off = measure(calls)
+    print("| µs per call | the thread that calls | all threads, encoding included |")
+    print("|---|---|---|")
+    for name in list(wall)[1:]:
+        print(f"| {name} | {wall[name] - wall['nothing']:.2f} | {cpu[name] - cpu['nothing']:.1f} |")
+    for name in list(wall_off)[1:]:
+        print(f"| {name} | {wall_off[name] - wall_off['nothing']:.2f} | {cpu_off[name] - cpu_off['nothing']:.1f} |")
 
 
 if __name__ == "__main__":
