@@ -32,6 +32,7 @@ class Config:
     logs: bool
     trace_scope: str  # step or run
     sampling_strategy: str | None  # None: the SDK's own
+    ab: int  # steps of a block; 0: none
     service_name: str | None  # None: nobody said by flag
     exporter: str | None  # None: nobody said
 
@@ -85,6 +86,7 @@ def from_environment(place: ranks.Rank) -> Config:
             None,
             sampling.STRATEGIES.names,
         ),
+        ab=read(names.MEGATRON_OTEL_AB, _of_blocks, 0, "0, or a number of steps from 4 on"),
         service_name=flags.get("--otel-service-name"),
         exporter=read(names.MEGATRON_OTEL_EXPORTER, _one_of(("otlp", "console")), None, "otlp, console"),
     )
@@ -145,6 +147,13 @@ def _one_of(known: Container[str]) -> Callable[[str], str]:
         raise ValueError(value)
 
     return parse
+
+
+def _of_blocks(value: str) -> int:
+    steps = int(value)
+    if steps != 0 and steps < 4:
+        raise ValueError(value)
+    return steps
 
 
 _N = TypeVar("_N", int, float)

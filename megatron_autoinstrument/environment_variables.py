@@ -39,6 +39,9 @@ MEGATRON_OTEL_SPAN_GROUPS = "MEGATRON_OTEL_SPAN_GROUPS"
 MEGATRON_OTEL_TRACE_SCOPE = "MEGATRON_OTEL_TRACE_SCOPE"
 """`step` (default): each step is a trace, the same one on every rank. `run`: steps belong to the run's trace."""
 
+MEGATRON_OTEL_AB = "MEGATRON_OTEL_AB"
+"""The length of the blocks of steps with and without instrumentation that are compared; unset or 0: no comparison."""
+
 MEGATRON_OTEL_EXPORTER = "MEGATRON_OTEL_EXPORTER"
 """`otlp` (default) or `console`: where spans go if the application set no tracer provider. The standard
 OTEL_TRACES_EXPORTER, which knows more exporters, is followed where this is unset."""

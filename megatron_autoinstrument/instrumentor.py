@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
-from megatron_autoinstrument import autoload, config, groups, native, patching, ranks, signals
+from megatron_autoinstrument import ab, autoload, config, groups, native, patching, ranks, signals
 from megatron_autoinstrument.spans import RECORDER
 
 if TYPE_CHECKING:
@@ -71,10 +71,14 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
 
     def _uninstrument(self, **kwargs: Any) -> None:
+        global _comparison
         try:
             if self._waiting is not None:
                 autoload.forget(self._waiting)
                 self._waiting = None
+            if _comparison is not None:
+                _comparison.stop()
+                _comparison = None
             LEDGER.uninstall()
             RECORDER.release()
             RECORDER.flush()
@@ -149,7 +153,31 @@ def _install(given: Mapping[str, Any]) -> None:
 
     RECORDER.connect_by(connect, plan)
     other = {groups.METRICS: settings.metrics, groups.LOGS: settings.logs}
-    _patch(settings.span_groups | {name for name, on in other.items() if on})
+    everything = settings.span_groups | {name for name, on in other.items() if on}
+    if settings.ab:
+        _compare(settings, place.rank, everything)
+    _patch(everything)
+    if _comparison is not None:
+        _comparison.watch()
+
+
+_comparison: ab.Comparison | None = None
+
+
+def _compare(settings: config.Config, rank: int, everything: frozenset[str]) -> None:
+    global _comparison
+
+    def turn(on: bool) -> None:
+        if on:
+            _patch(everything)
+        else:
+            LEDGER.uninstall()
+
+    if _comparison is not None:
+        _comparison.stop()
+    first = not any(ranks.records(other, settings) for other in range(rank))
+    _comparison = ab.Comparison(settings.ab, turn, says=first)
+    _comparison.start()
 
 
 def _patch(wanted: frozenset[str]) -> None:

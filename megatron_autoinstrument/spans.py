@@ -625,6 +625,11 @@ class Recorder:
             _logger.warning("Exporting took too long.%s", given_up)
         return in_time and all(request.done for request in requests)
 
+    def catch_up(self, seconds: float) -> None:
+        """Has our thread export what is closed, and waits for that so long at most."""
+        if self._thread is not None and self._connection is not None:
+            self._ask(final=False).answered.wait(seconds)
+
     def hand_on(self) -> None:
         """Has our thread export what is closed, and doesn't wait. A signal handler may call it."""
         if self._thread is not None and self._connection is not None:

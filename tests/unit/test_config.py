@@ -20,6 +20,7 @@ def test_defaults(alone):
         logs=False,
         trace_scope="step",
         sampling_strategy=None,
+        ab=0,
         service_name=None,
         exporter=None,
     )
