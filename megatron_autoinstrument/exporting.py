@@ -84,8 +84,10 @@ class Export(logging.Filter):
             return self._export(batch, *args, **kwargs)
         spans = self._of_scope(batch)
         # Whatever ended, and is neither exported nor here nor in the queue, did not fit into the queue.
+        # The number that ended comes first: some more may end meanwhile.
+        unexported = self.unexported
         waiting = spans + len(self._queue or ())
-        self._lost = max(self._lost, self.unexported - waiting)
+        self._lost = max(self._lost, unexported - waiting)
         with self.at_work():
             try:
                 result = self._export(batch, *args, **kwargs)
@@ -132,7 +134,10 @@ class Export(logging.Filter):
         if kind in self._said:
             return False
         self._said.add(kind)
-        record.msg, record.args = record.getMessage() + _SAID_ONCE, ()
+        try:
+            record.msg, record.args = record.getMessage() + _SAID_ONCE, ()
+        except Exception:  # noqa: BLE001
+            return True  # its handlers will say what is wrong with it
         return True
 
     def _say(self, kind: str, what: str, *args: object) -> None:

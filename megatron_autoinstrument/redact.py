@@ -7,7 +7,10 @@ import re
 import sys
 from collections.abc import Iterator
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|CRED|HEADER|COOKIE", re.IGNORECASE)
+_SECRET = {
+    *("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "AUTH", "AUTHORIZATION"),
+    *("CREDENTIAL", "CREDENTIALS", "HEADER", "HEADERS", "COOKIE"),
+}  # as words of a variable's name
 _PATH = re.compile(r"(?<![\w./])(?:/|[A-Za-z]:\\|~/)[^\s\"'<>:,;()\[\]{}]+")
 
 
@@ -30,7 +33,7 @@ def _without(given: Iterator[tuple[str, str]], text: str) -> str:
 
 def _secrets() -> Iterator[tuple[str, str]]:
     for name, value in os.environ.items():
-        if _SECRET.search(name):
+        if not _SECRET.isdisjoint(name.upper().split("_")):
             # Also in parts: of a header the error may show the value alone.
             yield from ((part, f"<{name}>") for part in {value, *re.split(r"[,=;\s]+", value)} if len(part) >= 4)
 
@@ -43,7 +46,9 @@ def _given() -> Iterator[tuple[str, str]]:
 
 def _tells(value: str) -> bool:
     """Whether a value can be told from the words of which code and messages are made. Paths are looked for apart."""
-    return len(value) >= 8 and not re.fullmatch(r"[A-Za-z_.\-]+", value) and "/" not in value
+    if len(value) < 8 or "/" in value or re.fullmatch(r"[A-Za-z_.\-]+", value):
+        return False
+    return not value.isidentifier() or sum(map(str.isdigit, value)) > 3
 
 
 def _shortened(path: str) -> str:

@@ -113,7 +113,10 @@ class Connection:
         """Has `hand_on` called whenever somebody flushes the tracer provider, and notices when it is shut down."""
         provider = self._providers.get(TRACES)
         if isinstance(provider, sdk_trace.TracerProvider):
-            provider.add_span_processor(_Watch(weakref.ref(self), hand_on, self._ended))
+            if (watch := _watches.get(provider)) is None:
+                watch = _watches[provider] = _Watch()
+                provider.add_span_processor(watch)
+            watch.serve(self, hand_on, self._ended)
 
     def flush_spans(self, final: bool = False) -> None:
         """Asks the tracer provider to export what it holds. The API's own providers have no such thing."""
@@ -167,10 +170,11 @@ class Connection:
 
 
 class _Watch(sdk_trace.SpanProcessor):
-    def __init__(
-        self, connection: weakref.ref[Connection], hand_on: Callable[[], None], ended: exporting.Tally
-    ) -> None:
-        self._connection = connection
+    """What sees a tracer provider flushed, shut down, and handed spans; one for each, as it can't be taken back."""
+
+    def serve(self, connection: Connection, hand_on: Callable[[], None], ended: exporting.Tally) -> None:
+        """Works for `connection` from now on."""
+        self._connection = weakref.ref(connection)
         self._hand_on = hand_on
         self._ended = ended
 
@@ -189,6 +193,9 @@ class _Watch(sdk_trace.SpanProcessor):
     def shutdown(self) -> None:
         if (connection := self._connection()) is not None:
             connection.closed = True
+
+
+_watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
 
 
 def connect(
@@ -344,10 +351,16 @@ def _component(kind: str, name: str) -> Any:
 
 def _silent_in_children(exporter: Any) -> Any:
     """Has `exporter` export in this process alone: in forked children the SDK starts its threads again."""
-    if (export := getattr(exporter, "export", None)) is not None:
+    export = getattr(exporter, "export", None)
+    if export is not None and not hasattr(export, "silent_in_children_of"):
         process = os.getpid()
-        # None is no result of any signal's exporter, and none of their callers looks at it.
-        exporter.export = lambda *args, **kwargs: export(*args, **kwargs) if os.getpid() == process else None
+
+        def export_in_this_process(*args: Any, **kwargs: Any) -> Any:
+            # None is no result of any signal's exporter, and none of their callers looks at it.
+            return export(*args, **kwargs) if os.getpid() == process else None
+
+        export_in_this_process.silent_in_children_of = process  # type: ignore[attr-defined]
+        exporter.export = export_in_this_process
     return exporter
 
 

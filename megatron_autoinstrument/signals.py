@@ -5,7 +5,8 @@ Its default action ends the process with nothing unwound and nothing flushed. Ou
 recorded exported first, within a bound, and then lets the signal do what it would have done without us.
 
 A Python handler runs only once the main thread is back from C, where it may wait in a collective that never ends: with
-a handler alone, SIGTERM would no longer end such a rank. So a thread of ours is told of the signal, too, at once.
+a handler alone, SIGTERM would no longer end such a rank. So a thread of ours is told of the signal, too, at once. Where
+C code waits and holds Python's lock, neither runs: that rank ends by SIGKILL alone, which torchrun sends after 30 s.
 """
 
 from __future__ import annotations
@@ -180,8 +181,10 @@ class _Fork:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def after_in_child(self) -> None:
-        TERMINATION.uninstall()
-        self.after()
+        try:
+            TERMINATION.uninstall()
+        finally:
+            self.after()
 
 
 _fork = _Fork()

@@ -7,7 +7,6 @@ run; those of frequent calls become spans later, in a thread of ours, with the t
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import threading
@@ -49,6 +48,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
 _DRAIN_INTERVAL_S = 0.5
 _OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take all the rest
+_MAX_TEXT = 32_768  # characters of an error's message, and of its stack trace: collectors refuse large batches
 _FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
 
 
@@ -303,7 +303,7 @@ class Recorder:
 
     def mute(self, muted: bool) -> None:
         """Whether there is one more reason, or one less, why calls are of no interest at all for now."""
-        self.muted += 1 if muted else -1
+        self.muted = max(0, self.muted + (1 if muted else -1))
         self._ready = False
 
     def _keeps(self, record: Record, root: int) -> bool:
@@ -324,6 +324,7 @@ class Recorder:
         self._plan = plan
         self.traces = None
         self.muted = 0
+        self._muted_by = None  # its end comes yet, if it is running
         self._ready = False
 
     @property
@@ -454,8 +455,10 @@ class Recorder:
         self._reported_error = (id(error), record.start)
         return {
             "exception.type": name,
-            "exception.message": redacted(str(error)),
-            "exception.stacktrace": redacted("".join(traceback.format_exception(kind, error, error.__traceback__))),
+            "exception.message": redacted(_text(error)[:_MAX_TEXT]),
+            "exception.stacktrace": redacted(
+                "".join(traceback.format_exception(kind, error, error.__traceback__))[-_MAX_TEXT:]
+            ),
         }
 
     # ------------------------------------------------------------------------------------------ work in the background
@@ -485,7 +488,21 @@ class Recorder:
         """How many spans are lost, as far as it is known now. It takes no lock: a signal handler may call it."""
         if self._connection is None:
             return 0
-        return self.dropped + self._not_exported + self._connection.lost(final) + (len(self._waiting) if final else 0)
+        lost = self.dropped + self._not_exported + self._connection.lost(final)
+        if final:
+            lost += len(self._waiting) + self._still_open()
+        return lost
+
+    def _still_open(self) -> int:
+        """The spans that the last flush was to end, as long as it hasn't."""
+        request, record = self._last.get("spans"), self.current
+        if request is None or request.done is not None:
+            return 0
+        number = len(self._background) + (self._held is not None)
+        while record is not None:
+            number += record.span is not None
+            record = record.parent
+        return number
 
     def _count_lost(self, final: bool) -> int:
         """Brings the metric of lost spans up to date, and returns how many there are in all."""
@@ -519,7 +536,12 @@ class Recorder:
         thread, connection = self._other_thread, self._connection
         if thread is None or connection is None:
             return None
-        request = _Request(lambda: connection.flush_others(final))
+
+        def flush_others() -> None:
+            self._count_lost(final)  # before the metrics leave
+            connection.flush_others(final)
+
+        request = _Request(flush_others)
         request = self._last.setdefault("others", request) if final else request
         request.deadline = deadline
         return thread.ask(request)
@@ -604,7 +626,7 @@ class Recorder:
         spans = self._ask(final)
         reserve = _OTHERS_S if self._other_thread is not None else 0.0
         spans.answered.wait(spans.deadline - reserve - monotonic())
-        lost = self._count_lost(final)  # before the metrics leave
+        lost = self._count_lost(final)
         others = self._ask_others(final, spans.deadline)
         requests = [request for request in (others, spans) if request is not None]
         in_time = all(request.answered.wait(request.deadline - monotonic()) for request in requests)
@@ -683,8 +705,11 @@ class Recorder:
 
     def exit(self) -> None:
         """The process ends: closes what is open and exports it."""
-        with contextlib.suppress(KeyboardInterrupt):  # whoever interrupts once more doesn't want to wait
+        try:
             self.flush(final=True)
+        except KeyboardInterrupt:  # whoever interrupts once more doesn't want to wait
+            if self._connection is not None:
+                self._connection.give_up(late=True)
 
 
 class _Request:
@@ -731,6 +756,13 @@ class _Thread:
             self._failed = True
             return False
         return True
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001
+        return "<its text could not be had>"
 
 
 def _context_of(parent: SpanContext | None) -> context_api.Context:

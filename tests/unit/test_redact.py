@@ -13,6 +13,9 @@ def _given(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "abcdef")
     monkeypatch.setenv("MASTER_NAME", "node-17.cluster")
     monkeypatch.setenv("WORD", "training")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("MAX_TOKENS", "4096")
+    monkeypatch.setenv("TOKENIZER_MODEL", "GPT2BPETokenizer")
     monkeypatch.setattr(
         sys, "argv", ["pretrain.py", "--data-path=/data/our corpus", "--name", "customer-42", "training"]
     )
@@ -29,6 +32,7 @@ def _given(monkeypatch):
         ("cannot reach node-17.cluster:29500", "cannot reach <MASTER_NAME>:29500"),
         ("customer-42 has no weights", "<argument> has no weights"),
         # What errors are made of stays.
+        ("expected 4096 but got false from GPT2BPETokenizer", "expected 4096 but got false from GPT2BPETokenizer"),
         ("CUDA out of memory. Tried to allocate 2.5 GiB", "CUDA out of memory. Tried to allocate 2.5 GiB"),
         ("in training_log: shape [2, 64] and/or dtype", "in training_log: shape [2, 64] and/or dtype"),
     ],

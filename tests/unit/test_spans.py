@@ -6,10 +6,13 @@ import types
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import SpanProcessor
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
-from megatron_autoinstrument import spans
+from megatron_autoinstrument import sdk, spans
 from megatron_autoinstrument.spans import FREQUENT, LIVE, SILENT, span
 from megatron_autoinstrument.targets import async_utils
 
@@ -455,3 +458,49 @@ def test_what_comes_after_somebody_shut_the_provider_down_is_counted(recorder, p
     recorder.end(train)
     recorder.exit()
     assert "2 spans were dropped" in caplog.text
+
+
+def test_an_error_whose_text_cannot_be_had_ends_its_span_all_the_same(recorder, exporter):
+    class MuteError(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    step = recorder.begin("megatron.train_step", LIVE)
+    recorder.end(step, MuteError())
+    (span,) = finished(recorder, exporter).values()
+    assert span.status.status_code is StatusCode.ERROR
+    assert recorder.current is None
+
+
+def test_the_text_of_an_error_is_bounded(recorder, exporter):
+    step = recorder.begin("megatron.train_step", LIVE)
+    recorder.end(step, RuntimeError("x" * 10_000_000))
+    (span,) = finished(recorder, exporter).values()
+    assert sum(len(value) for value in span.events[0].attributes.values()) < 70_000
+
+
+def test_instrumenting_anew_inside_a_dropped_step_does_not_silence_what_comes_after(recorder, provider, exporter):
+    recorder.connect_by(lambda: sdk.connect({"traces": TracerProvider(sampler=ALWAYS_OFF)}, None, {}))
+    step = recorder.begin("megatron.train_step", LIVE, None, ((1, 0, "megatron.train_step", 1, 0), 0), 1)
+    assert recorder.begin("megatron.optimizer_step", LIVE) is None
+    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.end(step)
+    assert recorder.muted == 0
+    recorder.end(recorder.begin("megatron.evaluate", LIVE))
+    assert "megatron.evaluate" in finished(recorder, exporter)
+
+
+def test_connecting_a_thousand_times_leaves_nothing_behind_on_the_providers(recorder, exporter):
+    reader = PeriodicExportingMetricReader(exporter_of_metrics := ConsoleMetricExporter(), 3_600_000)
+    meters, tracers = MeterProvider([reader]), TracerProvider()
+    for _ in range(1100):
+        recorder.connect_by(lambda: sdk.connect({"traces": tracers, "metrics": meters}, None, {}))
+        recorder.settle()
+    recorder.disconnect()
+    assert len(tracers._active_span_processor._span_processors) == 1
+    depth, export = 0, exporter_of_metrics.export
+    while (inner := getattr(export, "__closure__", None)) and depth < 10:
+        export = next((cell.cell_contents for cell in inner if callable(cell.cell_contents)), None)
+        depth += 1
+    assert depth <= 2
+    meters.shutdown()
