@@ -9,8 +9,15 @@ OPTIONS = (
     *("--pipeline-model-parallel-size", "2", "--train-iters", "260"),
     *("--eval-interval", "1", "--eval-iters", "1"),
 )
-# They run once in a process, and did so before their turn came; or for less than a step in each.
+# They run once in a process, and did so before their turn came; or in our thread, where this way of failing misses them.
 ONCE = {"autoload.py:forget", "metrics.py:_create", "ranks.py:records.<locals>.<genexpr>"}
+ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of"}
+# What fails in our own threads is told once in a process, not each time.
+IN_OUR_THREADS = re.compile(
+    r"exporting\.py:|sdk\.py:|signals\.py:(Termination\._watch|Termination\._is_current|_next|_set_action)$|"
+    r"ids\.py:PrivateIdGenerator|traces\.py:|"
+    r"spans\.py:(Recorder\.(drain|_emit|_start|_place|_hand_on|_lost|_count_lost|_still_open|_connect_now\.|_ask)|_context_of|_mark)"
+)
 ALL_SIGNALS = {
     **EVERYTHING,
     "MEGATRON_OTEL_LOGS_ENABLED": "1",
@@ -49,9 +56,11 @@ def test_the_losses_are_those_of_an_uninstrumented_run():
 def test_each_failure_is_reported_and_names_the_part_that_is_off():
     for name, hit, said, first in faults():
         if int(hit):
-            assert 0 < int(said) <= int(hit), name
+            if int(said) == 0:
+                assert IN_OUR_THREADS.match(name), name
+                continue
             assert re.match(
-                r"['\"](Recording of [\w.]+ failed and is off|Could not instrument|Could not take the instr|"
+                r"['\"](Recording of [\w.]+ failed and is off|Could not (instrument|take the instr)|SIGTERM can't|"
                 r"OpenTelemetry could not be set up|No (traces|metrics|logs) are recorded|"
                 r"Exporting what was recorded failed)",
                 first,

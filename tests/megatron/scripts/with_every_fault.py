@@ -101,16 +101,19 @@ def boundary():
             sys.monitoring.set_local_events(TOOL, code, 0)
         left.extend(running)
     if current is not None:
+        MegatronInstrumentor().uninstrument()
         sys.monitoring.set_local_events(TOOL, current, 0)
         name, said = name_of(current), list(messages)
         say(f"FAULT {name} hit={hits.get(name, 0)} said={len(said)} {said[:1]}")
-    current = None
-    anew()
+        current = None
+        MegatronInstrumentor().instrument()
+    MegatronInstrumentor().uninstrument()
     messages.clear()
     if left:
         current = left.pop(0)
         sys.monitoring.set_local_events(TOOL, current, EVENT)
-        anew()
+        sys.monitoring.restart_events()
+    MegatronInstrumentor().instrument()
 
 
 def anew():
