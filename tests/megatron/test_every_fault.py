@@ -9,7 +9,8 @@ OPTIONS = (
     *("--pipeline-model-parallel-size", "2", "--train-iters", "260"),
     *("--eval-interval", "1", "--eval-iters", "1"),
 )
-# They run once in a process, and did so before their turn came; or in our thread, where this way of failing misses them.
+# They run once in a process, and did so before their turn came; or in our thread, where this way of failing misses
+# them.
 ONCE = {"autoload.py:forget", "metrics.py:_create", "ranks.py:records.<locals>.<genexpr>"}
 ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of"}
 # What fails in our own threads is told once in a process, not each time.
