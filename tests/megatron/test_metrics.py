@@ -142,7 +142,7 @@ def test_skipped_iterations_are_counted_once_and_have_neither_loss_nor_norm():
         if span.name == "megatron.optimizer_step":
             assert span.attributes == {"megatron.update_successful": False}
         if span.name == "megatron.train_step":
-            assert set(span.attributes) == {"megatron.iteration"}
+            assert not {"megatron.loss", "megatron.grad_norm"} & set(span.attributes)
 
 
 @cache

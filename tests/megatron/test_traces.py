@@ -149,7 +149,8 @@ def test_the_random_state_is_that_of_an_uninstrumented_run():
     script = SCRIPTS / "printing_random_state.py"
     plain = train(*PIPELINE, way=PLAIN, script=script, environment=OFF)
     states = [
-        sorted(re.findall(r"RANDOM STATE \d \w+", run.output)) for run in (run_with(*PIPELINE, script=script), plain)
+        sorted(re.findall(r"RANDOM STATE \d [0-9a-f]{64}", run.output))
+        for run in (run_with(*PIPELINE, script=script), plain)
     ]
     assert len(states[0]) == 2
     assert states[0] == states[1]

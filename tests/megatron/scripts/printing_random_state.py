@@ -9,4 +9,4 @@ import torch
 
 pretrain_tiny_gpt.main()
 state = hashlib.sha256(repr(random.getstate()).encode() + bytes(torch.get_rng_state().tolist())).hexdigest()
-print(f"RANDOM STATE {os.environ['RANK']} {state}", flush=True)
+os.write(1, f"\nRANDOM STATE {os.environ['RANK']} {state}\n".encode())  # at once, whatever the other rank writes
