@@ -12,7 +12,7 @@ export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 export CUDA_DEVICE_MAX_CONNECTIONS := 1
 
-.PHONY: demo test test-all test-unit test-megatron test-matrix lint clean
+.PHONY: demo test test-all test-unit test-processes test-megatron test-matrix lint clean
 
 demo: $(VENV)/megatron $(VENV)/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" MEGATRON_OTEL_SPAN_GROUPS=all MEGATRON_OTEL_RANK_STRATEGY=all_ranks \
@@ -20,10 +20,14 @@ demo: $(VENV)/megatron $(VENV)/installed
 	  opentelemetry-instrument torchrun --nproc-per-node 2 fixtures/pretrain_tiny_gpt.py \
 	  $$(cat fixtures/tiny_gpt.args) --pipeline-model-parallel-size 2 --global-batch-size 6
 
-test: lint test-unit test-megatron
+test: lint test-unit test-processes test-megatron
 
 test-unit: $(VENV)/installed
 	$(BIN)/python -m pytest tests/unit
+
+# What takes processes of its own, and signals: no torch either, but half a minute.
+test-processes: $(VENV)/installed
+	$(BIN)/python -m pytest tests/processes
 
 test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest $(patsubst %,$(VENV)/megatron-%,$(OTHERS) $(CORE_ALONE))
 	$(BIN)/python -m pytest tests/megatron
