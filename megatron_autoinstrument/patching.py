@@ -258,12 +258,13 @@ class Ledger:
         patch.hook = hook
         if patch.original is not function:
             return  # ours is below another's wrapper already
-        if inspect.isclass(holder) and name not in vars(holder):
+        inherited = name not in vars(holder)
+        if inherited and inspect.isclass(holder):
             # By the name of the base class's function, pickle would find that one.
             patch.wrapper.__module__ = holder.__module__
             patch.wrapper.__qualname__ = f"{holder.__qualname__}.{name}"
         replacement = kind(patch.wrapper) if kind else patch.wrapper
-        self._replacements.append(_Replacement(holder, name, original, replacement, name not in vars(holder)))
+        self._replacements.append(_Replacement(holder, name, original, replacement, inherited))
         setattr(holder, name, replacement)
 
     def _patch_for(self, seam: Seam, function: Function) -> _Patch:

@@ -94,8 +94,8 @@ def _first_set(*variables: str) -> str | None:
 
 def _parallel_sizes() -> dict[str, int]:
     """For a training loop of one's own on Megatron core."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    if not getattr(state, "model_parallel_is_initialized", bool)():
+    state = global_vars.parallel_state()
+    if state is None:
         return {}
     return {attribute: getattr(state, function)() for attribute, function in _PARALLEL_SIZES.items()}
 

@@ -52,10 +52,16 @@ def tokens_per_iteration() -> int | None:
     return math.prod(factors) * calculator.get_num_microbatches() * (arg("gtp_weight_remat_size") or 1)
 
 
+def parallel_state() -> Any | None:
+    """Megatron core's module of that name, once it knows the parallel groups."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    return state if getattr(state, "model_parallel_is_initialized", bool)() else None
+
+
 def parallel_ranks() -> dict[str, int]:
     """This rank's place in each kind of parallelism, and in context and expert parallelism where they are used."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    if not getattr(state, "model_parallel_is_initialized", bool)():
+    state = parallel_state()
+    if state is None:
         return {}
     found = {}
     for kind, attribute in _PARALLEL.items():
