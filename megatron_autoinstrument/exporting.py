@@ -158,7 +158,7 @@ def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
     """Watches the exporters that the SDK's own processors and readers of `provider` export with; other processors'
     are out of sight."""
     watched = []
-    for holder in _holders(provider):
+    for holder in holders(provider):
         inner = _inner(holder)
         exporter = getattr(inner, "_exporter", None) or getattr(inner, "span_exporter", None)
         if exporter is None or not type(holder).__module__.startswith("opentelemetry.sdk."):
@@ -171,7 +171,7 @@ def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
     return watched
 
 
-def _holders(provider: Any) -> list[Any]:
+def holders(provider: Any) -> list[Any]:
     """Its processors or readers: the SDK has no public way to them."""
     for owner, name in (
         (getattr(provider, "_active_span_processor", None), "_span_processors"),

@@ -246,8 +246,7 @@ def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
     elif provider not in _ours.values():
         _complete(provider, new)
         # In a forked child their readers start again and repeat what this rank has recorded, as this rank.
-        holder = getattr(provider, "_sdk_config", None)
-        for reader in getattr(provider, "_metric_readers", getattr(holder, "metric_readers", ())):
+        for reader in exporting.holders(provider) if signal.name == METRICS else ():
             _silent_in_children(getattr(reader, "_exporter", None))
         for variable in ("EXPORTER" if new.exporter else "", "SAMPLING_STRATEGY" if new.sampler else ""):
             if variable:
