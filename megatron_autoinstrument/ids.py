@@ -19,6 +19,11 @@ _random = random.Random(os.urandom(32))
 os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
 
+def random_span_id() -> int:
+    """A span id from the private generator."""
+    return _random.getrandbits(64) or random_span_id()
+
+
 class PrivateIdGenerator(IdGenerator):
     """The SDK's random ids, drawn from a generator of our own; or the ids planned for this thread's next span."""
 
@@ -31,7 +36,7 @@ class PrivateIdGenerator(IdGenerator):
 
     def generate_span_id(self) -> int:
         planned: int | None = getattr(self._planned, "span_id", None)
-        return planned or _random.getrandbits(64) or self.generate_span_id()
+        return planned or random_span_id()
 
     def generate_trace_id(self) -> int:
         planned: int | None = getattr(self._planned, "trace_id", None)

@@ -32,6 +32,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
 from megatron_autoinstrument import exporting, ids
+from megatron_autoinstrument.direct import Direct
 from megatron_autoinstrument.metrics import SPANS_DROPPED
 from megatron_autoinstrument.redact import without_secrets
 from megatron_autoinstrument.traces import Traces, trace_id
@@ -62,6 +63,7 @@ class Connection:
         self.has_others = set(providers) - {TRACES} != set()
         self._generator = ids.private_generator(self.tracer)
         ids.keep_random_state_in_retries()
+        self.direct = Direct(self.tracer, _Watch)
         self._ended = exporting.Tally()
         self._exports = {
             name: exporting.watch(name, provider, self._ended, SCOPE) for name, provider in providers.items()
@@ -70,12 +72,12 @@ class Connection:
 
     def start_span(
         self,
-        name: str,
         context: Context | None,
+        trace_id: int | None,
+        name: str,
         start: int,
         attributes: Mapping[str, Any] | None,
         links: Sequence[trace.Link],
-        trace_id: int | None,
         span_id: int | None,
     ) -> trace.Span:
         """Starts a span, with these ids where they are given and the provider lets us choose."""

@@ -373,14 +373,21 @@ class Recorder:
             self._open(deferred)
 
     def _open(self, record: Record) -> None:
+        assert self._connection is not None
         place = self._place(record)
         context: context_api.Context | None = None
-        if place.opens_step:
+        span: trace.Span | None = None
+        current = trace.get_current_span().get_span_context()
+        if current is place.parent:
+            span = self._connection.direct.start(current, *_described(record, place))
+        elif place.opens_step:
             context = trace.set_span_in_context(trace.INVALID_SPAN)
-        elif not trace.get_current_span().get_span_context().is_valid:
+        elif not current.is_valid:
             context = _context_of(place.parent)
-        record.span = self._start(record, context, place)
-        record.token = context_api.attach(trace.set_span_in_context(record.span))
+        if span is None:
+            span = self._connection.start_span(context, place.trace, *_described(record, place))
+        record.span = span
+        record.token = context_api.attach(trace.set_span_in_context(span))
 
     def _place(self, record: Record) -> _Place:
         at: Record | None = record
@@ -393,24 +400,6 @@ class Recorder:
         if self.traces is not None and (not self.traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
             return _Place(None, self.traces.run)
         return _Place(None)
-
-    def _start(self, record: Record, context: context_api.Context | None, place: _Place) -> trace.Span:
-        assert self._connection is not None
-        links = [] if place.around is None else [Link(place.around)]
-        if isinstance(record.link, SpanContext):
-            links.append(Link(record.link))
-        elif record.link is not None:
-            trace_id = record.link[0][0]
-            links.append(Link(SpanContext(trace_id, span_id(record.link), is_remote=True, trace_flags=_SAMPLED)))
-        return self._connection.start_span(
-            record.name,
-            context,
-            record.start,
-            record.attributes,
-            links,
-            place.trace,
-            span_id(record.identity) if record.identity is not None else None,
-        )
 
     def release(self, attributes: dict[str, Any] | None = None) -> None:
         """Ends the span that is held, if any, with the end that its call had."""
@@ -557,6 +546,8 @@ class Recorder:
         if not draining.acquire(blocking=wait):
             return
         try:
+            if self._connection is not None:
+                self._connection.direct.look()
             while self._waiting:
                 record = self._waiting[0]
                 if record.end is None:
@@ -581,9 +572,15 @@ class Recorder:
         if self._connection is None or self._connection.closed:
             self.dropped += 1
             return
-        place = self._place(record)
-        span = self._start(record, _context_of(place.parent), place)
         assert record.end is not None
+        place = self._place(record)
+        described = _described(record, place)
+        if place.parent is not None and record.error is None:
+            context = self._connection.direct.end(place.parent, record.end, *described)
+            if context is not None:
+                record.span = NonRecordingSpan(context)
+                return
+        span = self._connection.start_span(_context_of(place.parent), place.trace, *described)
         _mark(span, record, record.end)
         record.span = span
         span.end(record.end)
@@ -770,6 +767,18 @@ def _context_of(parent: SpanContext | None) -> context_api.Context:
     return (
         trace.set_span_in_context(NonRecordingSpan(parent), context_api.Context()) if parent else context_api.Context()
     )
+
+
+def _described(record: Record, place: _Place) -> tuple[str, int, dict[str, Any] | None, tuple[Link, ...], int | None]:
+    """What is known of its span when it starts: name, start, attributes, links and id."""
+    links: tuple[Link, ...] = () if place.around is None else (Link(place.around),)
+    if isinstance(record.link, SpanContext):
+        links += (Link(record.link),)
+    elif record.link is not None:
+        trace_id = record.link[0][0]
+        links += (Link(SpanContext(trace_id, span_id(record.link), is_remote=True, trace_flags=_SAMPLED)),)
+    identity = record.identity
+    return record.name, record.start, record.attributes, links, span_id(identity) if identity is not None else None
 
 
 def _mark(span: trace.Span, record: Record, now: int) -> None:

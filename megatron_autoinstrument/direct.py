@@ -1,0 +1,158 @@
+"""Spans without a tracer, where the SDK's own parts alone would see them: `start_span` and `end` cost several times
+what the span itself does. Whoever brings a sampler, a processor or limits of another kind gets each span by the tracer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, Span, SynchronousMultiSpanProcessor, Tracer
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, StaticSampler, TraceIdRatioBased
+from opentelemetry.trace import Link, SpanContext
+
+from megatron_autoinstrument.ids import PrivateIdGenerator, random_span_id
+
+_PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
+
+
+class HashedOnce(Resource):
+    """A resource that knows its hash: encoders look it up for each span, and the SDK makes JSON of it each time."""
+
+    def __init__(self, resource: Resource) -> None:
+        super().__init__(resource.attributes, resource.schema_url)
+        self._hash = super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Direct:
+    """Makes the spans of one tracer."""
+
+    def __init__(self, tracer: Any, ours: type) -> None:
+        """
+        Args:
+            tracer: The tracer.
+            ours: The class of this package's own processor.
+        """
+        self._tracer = tracer
+        self._processors = {BatchSpanProcessor, SimpleSpanProcessor, ours}
+        self.possible = False
+        self.look()
+
+    def look(self) -> None:
+        """Finds out whether spans may be made here: processors may be added, and a resource completed, at any time."""
+        tracer = self._tracer
+        self.possible = False
+        if type(tracer) is not Tracer:
+            return
+        if type(tracer.resource) is Resource:
+            tracer.resource = HashedOnce(tracer.resource)
+        self.possible = (
+            type(tracer.id_generator) is PrivateIdGenerator
+            and type(tracer.span_processor) is SynchronousMultiSpanProcessor
+            and {type(processor) for processor in tracer.span_processor._span_processors} <= self._processors
+            and _is_the_sdks(tracer.sampler)
+            and _has_room(tracer._span_limits)
+            and getattr(tracer, "_is_enabled", lambda: True)()
+            # What counts spans by itself would not count these.
+            and type(getattr(tracer, "_tracer_metrics", None)).__name__ in ("NoneType", "NoOpTracerMetrics")
+        )
+
+    def start(
+        self,
+        parent: SpanContext,
+        name: str,
+        start: int,
+        attributes: Mapping[str, Any] | None,
+        links: Sequence[Link],
+        span_id: int | None,
+    ) -> Span | None:
+        """Starts a span. None where the tracer has to.
+
+        Args:
+            parent: A span that the sampler was asked about: the SDK's own keep what is inside one that they kept.
+            name: Of the span.
+            start: In ns since the epoch.
+            attributes: Of it.
+            links: Of it.
+            span_id: Its id; None for a random one.
+        """
+        if not self.possible or not parent.trace_flags.sampled:
+            return None
+        tracer = self._tracer
+        span = _Started(
+            name,
+            _context(parent, span_id),
+            parent,
+            tracer.sampler,
+            resource=tracer.resource,
+            attributes=attributes,
+            links=links,
+            span_processor=tracer.span_processor,
+            limits=tracer._span_limits,
+            instrumentation_scope=tracer._instrumentation_scope,
+        )
+        span.start(start)
+        return span
+
+    def end(
+        self,
+        parent: SpanContext,
+        end: int,
+        name: str,
+        start: int,
+        attributes: Mapping[str, Any] | None,
+        links: Sequence[Link],
+        span_id: int | None,
+    ) -> SpanContext | None:
+        """Hands on a span that ended without error, at `end`, and returns its context; all else is as for `start`."""
+        if not self.possible or not parent.trace_flags.sampled:
+            return None
+        if attributes and not _PLAIN.issuperset(map(type, attributes.values())):
+            return None
+        tracer = self._tracer
+        context = _context(parent, span_id)
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            tracer.resource,
+            attributes,
+            links=links,
+            start_time=start,
+            end_time=end,
+            instrumentation_scope=tracer._instrumentation_scope,
+        )
+        tracer.span_processor.on_end(span)
+        return context
+
+
+class _Started(Span):
+    """The SDK wants a class of one's own to make a span without a tracer."""
+
+
+def _context(parent: SpanContext, span_id: int | None) -> SpanContext:
+    span_id = span_id or random_span_id()
+    return SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
+
+
+def _is_the_sdks(sampler: Any) -> bool:
+    """Whether it keeps all that is inside a span that it kept."""
+    parts = [part for part in vars(sampler).values() if isinstance(part, Sampler)]
+    return isinstance(sampler, (StaticSampler, TraceIdRatioBased, ParentBased)) and all(
+        type(part).__module__ == Sampler.__module__ for part in (sampler, *parts)
+    )
+
+
+def _has_room(limits: Any) -> bool:
+    """Whether they cut nothing off that we record."""
+    return limits.max_span_attribute_length is None and all(
+        number is None or number >= 16 for number in (limits.max_span_attributes, limits.max_links)
+    )

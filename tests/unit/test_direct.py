@@ -1,0 +1,260 @@
+"""Spans made without a tracer are those that it would have made, and whoever looks at each span still does."""
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ConcurrentMultiSpanProcessor, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_ON,
+    DEFAULT_ON,
+    Decision,
+    ParentBased,
+    ParentBasedTraceIdRatio,
+    Sampler,
+    SamplingResult,
+    TraceIdRatioBased,
+)
+
+from megatron_autoinstrument import direct, sdk
+from megatron_autoinstrument.spans import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.traces import Traces
+
+TRACE = 77
+
+
+@pytest.fixture
+def made_directly(monkeypatch):
+    """The names of the spans that were made without the tracer."""
+    names = []
+
+    def watch(method, name_at):
+        make = getattr(direct.Direct, method)
+
+        def spy(self, *args):
+            made = make(self, *args)
+            if made is not None:
+                names.append(args[name_at])
+            return made
+
+        monkeypatch.setattr(direct.Direct, method, spy)
+
+    watch("start", 1)
+    watch("end", 2)
+    return names
+
+
+def recorded(provider, exporter, link=None):
+    """Records a step of each kind of record, and returns its spans."""
+    recorder = Recorder()
+    recorder.connect_by(
+        lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
+    )
+    step = recorder.begin("megatron.train_step", LIVE, {"megatron.iteration": 1}, ((TRACE, 0, "step"), 0), TRACE)
+    passed = recorder.begin("megatron.forward_backward", LIVE, {"megatron.num_microbatches": 2})
+    microbatch = recorder.begin("megatron.microbatch.forward", FREQUENT, {"megatron.microbatch_id": 0})
+    microbatch.identity = ((TRACE, 0, "forward"), 0)
+    layer = recorder.begin("megatron.layer.forward", FREQUENT)
+    layer.link = ((TRACE, 1, "forward"), 0)
+    recorder.end(layer)
+    recorder.end(microbatch, attributes={"late": True})
+    recorder.end(passed, ValueError("theirs") if link else None)
+    recorder.end(step)
+    recorder.drain()
+    recorder.abandon()
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def described(spans):
+    """Everything of the spans but random ids and times."""
+    names = {span.context.span_id: name for name, span in spans.items()}
+    return {
+        name: (
+            span.context.trace_id,
+            span.context.trace_flags,
+            span.context.trace_state,
+            span.context.is_remote,
+            span.context.span_id if name in ("megatron.train_step", "megatron.microbatch.forward") else None,
+            names[span.parent.span_id] if span.parent else None,
+            span.start_time <= span.end_time,
+            dict(span.attributes),
+            [(link.context, dict(link.attributes or {})) for link in span.links],
+            span.events,
+            span.kind,
+            span.status.status_code,
+            span.resource,
+            span.instrumentation_scope,
+            (span.dropped_attributes, span.dropped_events, span.dropped_links),
+        )
+        for name, span in spans.items()
+    }
+
+
+def test_what_is_made_directly_is_what_the_tracer_makes(provider, exporter, made_directly, monkeypatch):
+    spans = described(recorded(provider, exporter))
+    # The sampler is asked once for each step.
+    assert made_directly == ["megatron.forward_backward", "megatron.microbatch.forward", "megatron.layer.forward"]
+    exporter.clear()
+    made_directly.clear()
+    monkeypatch.setattr(direct.Direct, "look", lambda self: None)
+    assert described(recorded(provider, exporter)) == spans
+    assert made_directly == []
+
+
+class Everything(Sampler):
+    """Somebody's own."""
+
+    def should_sample(self, parent_context, trace_id, name, kind=None, attributes=None, links=None, trace_state=None):
+        return SamplingResult(Decision.RECORD_AND_SAMPLE, {**(attributes or {}), "sampled": name})
+
+    def get_description(self):
+        return "everything"
+
+
+class Own(SpanProcessor):
+    """Somebody's own."""
+
+    def __init__(self):
+        self.started = []
+
+    def on_start(self, span, parent_context=None):
+        self.started.append(span.name)
+
+
+class Counting(IdGenerator):
+    """Somebody's own."""
+
+    number = 0
+
+    def generate_span_id(self):
+        self.number += 1
+        return self.number
+
+    generate_trace_id = generate_span_id
+
+
+@pytest.mark.parametrize(
+    "sampler", [ALWAYS_ON, DEFAULT_ON, TraceIdRatioBased(0.999), ParentBasedTraceIdRatio(0.999)], ids=str
+)
+def test_the_sdks_own_samplers_need_not_be_asked_for_each_span(sampler, exporter, made_directly):
+    provider = TracerProvider(sampler=sampler)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    assert len(recorded(provider, exporter)) == 4
+    assert len(made_directly) == 3
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"sampler": Everything()},
+        {"sampler": ParentBased(ALWAYS_ON, local_parent_sampled=Everything())},
+        {"span_limits": SpanLimits(max_span_attributes=1)},
+        {"span_limits": SpanLimits(max_attribute_length=1)},
+        {"id_generator": Counting()},
+        {"active_span_processor": ConcurrentMultiSpanProcessor(2)},
+    ],
+    ids=lambda chosen: "+".join(chosen),
+)
+def test_someones_own_sampler_limits_or_ids_get_every_span(chosen, exporter, made_directly):
+    provider = TracerProvider(shutdown_on_exit=False, **chosen)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans = recorded(provider, exporter)
+    assert len(spans) == 4
+    assert not made_directly
+    if isinstance(chosen.get("sampler"), Everything):
+        assert [span.attributes["sampled"] for span in spans.values()] == list(spans)
+    if "span_limits" in chosen:
+        assert all(
+            len(span.attributes) <= 1 or max(map(len, map(str, span.attributes.values()))) < 5
+            for span in spans.values()
+        )
+
+
+def test_someones_own_processor_sees_each_span_start_also_one_that_comes_later(provider, exporter, made_directly):
+    recorded(provider, exporter)
+    assert len(made_directly) == 3
+    own = Own()
+    provider.add_span_processor(own)
+    assert sorted(own.started) == []
+    recorded(provider, exporter)
+    assert len(made_directly) == 3
+    assert len(own.started) == 4
+
+
+def test_an_sdk_that_counts_spans_itself_counts_all_of_them(exporter, made_directly, monkeypatch):
+    monkeypatch.setenv("OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED", "true")
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("x")
+    if type(getattr(tracer, "_tracer_metrics", None)).__name__ in ("NoneType", "NoOpTracerMetrics"):
+        pytest.skip("this SDK doesn't")
+    recorded(provider, exporter)
+    assert not made_directly
+
+
+def test_an_attribute_that_the_sdk_would_change_is_left_to_it(recorder, exporter, made_directly):
+    step = recorder.begin("megatron.train_step", LIVE)
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT, {"shape": [1, 2]}))
+    recorder.end(step)
+    recorder.drain()
+    assert exporter.get_finished_spans()[-1].attributes["shape"] == (1, 2)
+    assert made_directly == []
+
+
+def test_an_error_is_told_as_the_tracer_tells_it(recorder, exporter):
+    step = recorder.begin("megatron.train_step", LIVE)
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT), ValueError("theirs"))
+    passed = recorder.begin("megatron.forward_backward", LIVE)
+    recorder.end(passed, ValueError("theirs too"))
+    recorder.end(step)
+    recorder.drain()
+    for span in exporter.get_finished_spans():
+        if span.name != "megatron.train_step":
+            assert span.status.status_code is trace.StatusCode.ERROR
+            assert [event.attributes["exception.type"] for event in span.events] == ["ValueError"]
+
+
+def test_a_live_span_takes_what_the_user_sets_on_it(recorder, exporter, made_directly):
+    step = recorder.begin("megatron.train_step", LIVE)
+    passed = recorder.begin("megatron.forward_backward", LIVE)
+    assert made_directly == ["megatron.forward_backward"]
+    span = trace.get_current_span()
+    assert span.is_recording()
+    span.set_attribute("theirs", [1, 2])
+    span.add_event("event", {"a": 1})
+    span.add_link(step.context)
+    span.record_exception(ValueError("x"))
+    recorder.end(passed)
+    recorder.end(step)
+    got = exporter.get_finished_spans()[0]
+    assert got.attributes["theirs"] == (1, 2)
+    assert [event.name for event in got.events] == ["event", "exception"]
+    assert len(got.links) == 1
+
+
+def test_a_resource_that_knows_its_hash_is_the_same_to_an_encoder():
+    resource = Resource({"a": 1, "b": "c"}, "https://schema")
+    known = direct.HashedOnce(resource)
+    assert known == resource
+    assert resource == known
+    assert hash(known) == hash(resource)
+    assert {resource: 1}[known] == 1
+    assert known.merge(Resource({"d": 2})).attributes == {"a": 1, "b": "c", "d": 2}
+    assert known.schema_url == resource.schema_url
+
+
+def test_a_resource_that_is_completed_later_is_on_the_spans_that_follow(provider, exporter):
+    if not hasattr(provider, "_update_resource"):
+        pytest.skip("this SDK's tracers keep theirs")
+    recorder = Recorder()
+    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    step = recorder.begin("megatron.train_step", LIVE)
+    provider._update_resource(Resource({"later": True}))
+    for _ in range(2):
+        recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+        recorder.drain()
+    recorder.end(step)
+    recorder.abandon()
+    assert all(span.resource.attributes["later"] for span in exporter.get_finished_spans()[:2])
+    assert type(exporter.get_finished_spans()[1].resource) is direct.HashedOnce
