@@ -1,7 +1,7 @@
 """What a wrapped call costs: on the thread that makes it, and in CPU time of all threads, its export included.
 
-Run it alone on a quiet machine: python benchmarks/per_call.py. Where nemo-lens is installed (it wants Python 3.13), its
-trace_fn is measured in turn with ours, in the same process, with the same SDK and processors.
+Run it alone on a quiet machine: python benchmarks/per_call.py [rounds]. Where nemo-lens is installed (it wants
+Python 3.13), its trace_fn is measured in turn with ours, in the same process, with the same SDK and processors.
 """
 
 import gc
@@ -20,6 +20,7 @@ from megatron_autoinstrument.patching import Ledger, Seam
 from megatron_autoinstrument.spans import LIVE, RECORDER, span
 
 CALLS, ROUNDS = 2_000, 15
+NAME = "megatron.microbatch.forward"
 
 
 class Encoding(SpanExporter):
@@ -30,12 +31,12 @@ class Encoding(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def measure(calls):
-    """The least time of one call of each, in µs, and the least CPU time of all threads; in turn, so that what the
-    machine does else falls on all of them alike."""
+def measure(calls, rounds):
+    """What one call of each takes beyond the first's, in µs: the least time, and the least CPU time of all threads. In
+    turn, so that what the machine does else falls on all of them alike."""
     wall, cpu = dict.fromkeys(calls, 1e9), dict.fromkeys(calls, 1e9)
     gc.disable()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, call in calls.items():
             started, used = time.perf_counter(), time.process_time()
             for _ in range(CALLS):
@@ -46,10 +47,12 @@ def measure(calls):
             wall[name] = min(wall[name], took / CALLS * 1e6)
             cpu[name] = min(cpu[name], (time.process_time() - used) / CALLS * 1e6)
         gc.collect()
-    return wall, cpu
+    first, *others = calls
+    return {name: (wall[name] - wall[first], cpu[name] - cpu[first]) for name in others}
 
 
-def main():
+def costs(rounds):
+    """Of a call of each kind, in µs: on the thread that calls, and of all threads."""
     module = sys.modules["megatron.benchmark"] = types.ModuleType("megatron.benchmark")
     source = "def {}(x, current_microbatch=None): return x\n"
     exec("".join(map(source.format, ("bare", "frequent", "coarse", "off"))), vars(module))
@@ -60,43 +63,46 @@ def main():
     trace.set_tracer_provider(provider)
     RECORDER.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
     ledger = Ledger()
+    attributes = {"megatron.microbatch_id": "current_microbatch"}
     seams = [
-        Seam(
-            module.__name__,
-            "frequent",
-            {"microbatch"},
-            span("megatron.microbatch.forward", given={"megatron.microbatch_id": "current_microbatch"}),
-        ),
-        Seam(module.__name__, "coarse", {"step"}, span("megatron.train_step", live=True)),
-        Seam(module.__name__, "off", {"step"}, span("megatron.train", live=True)),
+        Seam(module.__name__, "frequent", {"microbatch"}, span(NAME, given=attributes)),
+        Seam(module.__name__, "coarse", {"step"}, span("megatron.forward_backward", live=True)),
+        Seam(module.__name__, "off", {"step"}, span("megatron.optimizer_step", live=True)),
     ]
-    ledger.install(seams, frozenset({"microbatch", "step"}))
+    ledger.install(seams, frozenset({"microbatch", "forward_backward", "step", "optimizer"}))
     off = module.off
+
+    def by_opentelemetry():
+        with trace.get_tracer("reference").start_as_current_span(NAME):
+            module.bare(1, current_microbatch=3)
+
+    nothing = {"nothing": lambda: module.bare(1, current_microbatch=3)}
     calls = {
-        "nothing": lambda: module.bare(1, current_microbatch=3),
         "a frequent span": lambda: module.frequent(1, current_microbatch=3),
         "a coarse span": lambda: module.coarse(1, current_microbatch=3),
+        "`get_tracer` and `start_as_current_span`": by_opentelemetry,
     }
     try:
         from nemo.lens import helpers, state
     except ImportError:
-        print("nemo-lens is not installed: ours alone.")
+        print("nemo-lens is not installed; its trace_fn calls get_tracer and start_as_current_span.\n")
     else:
         state.set_enabled_span_groups(frozenset({"microbatch"}))
-        theirs = helpers.trace_fn("microbatch", "megatron.microbatch.forward")(module.bare)
-        calls["nemo-lens's trace_fn"] = lambda: theirs(1, current_microbatch=3)
+        theirs = helpers.trace_fn("microbatch", NAME)(module.bare)
+        calls["nemo-lens's `trace_fn`"] = lambda: theirs(1, current_microbatch=3)
     inside = RECORDER.begin("megatron.train", LIVE)  # as all of them are in a run
-    wall, cpu = measure(calls)
+    found = measure({**nothing, **calls}, rounds)
     RECORDER.end(inside)
     ledger.uninstall()
-    calls = {"nothing": calls["nothing"], "a wrapper after uninstall()": lambda: off(1, current_microbatch=3)}
-    wall_off, cpu_off = measure(calls)
-    print("| µs per call | the thread that calls | all threads, encoding included |")
-    print("|---|---|---|")
-    for name in list(wall)[1:]:
-        print(f"| {name} | {wall[name] - wall['nothing']:.2f} | {cpu[name] - cpu['nothing']:.1f} |")
-    for name in list(wall_off)[1:]:
-        print(f"| {name} | {wall_off[name] - wall_off['nothing']:.2f} | {cpu_off[name] - cpu_off['nothing']:.1f} |")
+    calls = {"a wrapper that somebody kept after `uninstrument()`": lambda: off(1, current_microbatch=3)}
+    return found | measure({**nothing, **calls}, rounds)
+
+
+def main():
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS
+    print("| µs per call | the thread that calls | all threads, encoding included |\n|---|---|---|")
+    for name, (wall, cpu) in costs(rounds).items():
+        print(f"| {name} | {wall:.2f} | {cpu:.2f} |")
 
 
 if __name__ == "__main__":

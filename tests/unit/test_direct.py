@@ -226,11 +226,13 @@ def test_a_live_span_takes_what_the_user_sets_on_it(recorder, exporter, made_dir
     span.add_link(step.context)
     span.record_exception(ValueError("x"))
     recorder.end(passed)
+    recorder.end(recorder.begin("megatron.optimizer_step", LIVE))
     recorder.end(step)
-    got = exporter.get_finished_spans()[0]
+    got, bare, _ = exporter.get_finished_spans()
     assert got.attributes["theirs"] == (1, 2)
     assert [event.name for event in got.events] == ["event", "exception"]
     assert len(got.links) == 1
+    assert (bare.name, bare.events, bare.links) == ("megatron.optimizer_step", (), ())
 
 
 def test_a_resource_that_knows_its_hash_is_the_same_to_an_encoder():
