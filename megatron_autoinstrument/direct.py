@@ -48,18 +48,24 @@ class Direct:
 
     def look(self) -> None:
         """Finds out whether spans may be made here: processors may be added, and a resource completed, at any time."""
+        try:
+            self.possible = self._may()
+        except AttributeError:  # an SDK of another make inside
+            self.possible = False
+
+    def _may(self) -> bool:
         tracer = self._tracer
-        self.possible = False
         if type(tracer) is not Tracer:
-            return
+            return False
         if type(tracer.resource) is Resource:
             tracer.resource = HashedOnce(tracer.resource)
-        self.possible = (
+        self._scope, self._limits = tracer._instrumentation_scope, tracer._span_limits
+        return (
             type(tracer.id_generator) is PrivateIdGenerator
             and type(tracer.span_processor) is SynchronousMultiSpanProcessor
             and {type(processor) for processor in tracer.span_processor._span_processors} <= self._processors
             and _is_the_sdks(tracer.sampler)
-            and _has_room(tracer._span_limits)
+            and _has_room(self._limits)
             and getattr(tracer, "_is_enabled", lambda: True)()
             # What counts spans by itself would not count these.
             and type(getattr(tracer, "_tracer_metrics", None)).__name__ in ("NoneType", "NoOpTracerMetrics")
@@ -96,8 +102,8 @@ class Direct:
             attributes=attributes,
             links=links,
             span_processor=tracer.span_processor,
-            limits=tracer._span_limits,
-            instrumentation_scope=tracer._instrumentation_scope,
+            limits=self._limits,
+            instrumentation_scope=self._scope,
         )
         span.start(start)
         return span
@@ -128,7 +134,7 @@ class Direct:
             links=links,
             start_time=start,
             end_time=end,
-            instrumentation_scope=tracer._instrumentation_scope,
+            instrumentation_scope=self._scope,
         )
         tracer.span_processor.on_end(span)
         return context

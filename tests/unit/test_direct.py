@@ -193,6 +193,35 @@ def test_an_sdk_that_counts_spans_itself_counts_all_of_them(exporter, made_direc
     assert not made_directly
 
 
+@pytest.mark.parametrize("private", ["_instrumentation_scope", "_span_limits", "span_processor._span_processors"])
+def test_an_sdk_without_what_is_read_of_it_gets_every_span(private, provider, exporter, made_directly, monkeypatch):
+    class Blind:
+        """What the SDK's object is, without that."""
+
+        def __init__(self, of):
+            self.of = of
+
+        def __getattr__(self, name):
+            if name in private:
+                raise AttributeError(name)
+            return getattr(self.of, name)
+
+    look = direct.Direct.look
+
+    def look_blindly(self):
+        tracer, self._tracer = self._tracer, Blind(self._tracer)
+        monkeypatch.setattr(direct, "Tracer", Blind)
+        if "." in private:
+            monkeypatch.setattr(direct, "SynchronousMultiSpanProcessor", Blind)
+            self._tracer.span_processor = Blind(tracer.span_processor)
+        look(self)
+        self._tracer = tracer
+
+    monkeypatch.setattr(direct.Direct, "look", look_blindly)
+    assert len(recorded(provider, exporter)) == 4
+    assert made_directly == []
+
+
 def test_an_attribute_that_the_sdk_would_change_is_left_to_it(recorder, exporter, made_directly):
     step = recorder.begin("megatron.train_step", LIVE)
     recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT, {"shape": [1, 2]}))
