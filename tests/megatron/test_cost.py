@@ -151,7 +151,7 @@ def example(preset, strategy, one_of=1):
 
 
 def short(figure, *units):
-    """Two significant digits, in the first of the units that leaves less than 1,000; each is 1,000 of the one before."""
+    """Two significant digits, in the first of the units that leaves less than 1,000; each is 1,000 of the last."""
     unit, *larger = units or ("",)
     while larger and float(f"{figure:.2g}") >= 1000:
         figure /= 1000
