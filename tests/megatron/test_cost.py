@@ -91,6 +91,7 @@ def test_the_microseconds_are_the_readmes():
     for kind in ("frequent", "coarse"):
         found = re.search(README_MICROSECONDS.format(kind), readme, re.MULTILINE)
         assert tuple(map(float, found.groups())) == MICROSECONDS[kind]
+    assert set(MICROSECONDS["silent"]) == {MICROSECONDS["frequent"][0]}  # taken for one
 
 
 # The example: the letters that are the same on all its ranks, and its sizes.
@@ -293,7 +294,7 @@ def test_a_run_sends_the_bytes_of_the_formulas(name):
         assert sent == pytest.approx(promised + PER_BATCH * len(requests), rel=0.15)
         (whole,) = (span for span in run.of(rank) if span.name == "megatron.pretrain")
         # And one at the end.
-        assert len(requests) <= value(BATCHES, {"n": len(run.of(rank)), "t": whole.duration_ms / 1e3}) + 1
+        assert len(requests) <= value(BATCHES, {"n": len(run.of(rank)), "t": whole.duration_ms / 1e3}) + 3
 
 
 def test_a_batch_weighs_and_is_compressed_as_the_document_says():
