@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron_autoinstrument.receiver import ReceivedLog, ReceivedPoint, ReceivedSpan, Receiver
 
@@ -51,6 +52,8 @@ class Run:
     spans: list[ReceivedSpan]
     points: list[ReceivedPoint]
     logs: list[ReceivedLog]
+    requests: dict[str, list[Any]]
+    """As they came, by signal."""
 
     @property
     def losses(self) -> list[tuple[str, ...]]:
@@ -119,7 +122,8 @@ def train(
             },
             timeout_s,
         )
-        return Run(status, output, receiver.spans, receiver.points, receiver.logs)
+        requests = {signal: receiver._requests(signal) for signal in ("spans", "metrics", "logs")}
+        return Run(status, output, receiver.spans, receiver.points, receiver.logs, requests)
 
 
 def _run(command: Sequence[object], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
