@@ -13,8 +13,11 @@ _TRAIN_START_TIME = 1.0
 def train(steps):
     for iteration in range(steps):
         train_step(iteration=iteration)
+        training_log({}, {}, 0.1, iteration + 1, 0, None, False)
 def train_step(iteration):
     work()
+def training_log(loss_dict, total_loss_dict, learning_rate, iteration, skipped_iter, grad_norm, is_first_iteration):
+    pass
 def work():
     pass
 """
@@ -35,6 +38,8 @@ def trained(fake_module, monkeypatch, provider, exporter, clock, capsys):
         for name in ("megatron", "megatron.training"):
             fake_module(name)
         training = fake_module("megatron.training.training", TRAINING)
+        arguments = types.SimpleNamespace(log_interval=1000)
+        fake_module("megatron.training.global_vars")._GLOBAL_ARGS = arguments
         monkeypatch.setenv("MEGATRON_OTEL_AB", str(length))
         monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "job,step")
         instrumented = []
