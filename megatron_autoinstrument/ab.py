@@ -6,9 +6,7 @@ Every rank changes after the same steps, so that no communication is needed, and
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -41,28 +39,20 @@ def overhead(pairs: Sequence[tuple[float, float]]) -> Overhead | None:
         pairs: Of a block without and one with the instrumentation, the mean time of a step each.
 
     Returns:
-        By how much the one sum is longer than the other, with an interval of the studentised bootstrap: the plain one
-        is too narrow for few pairs. None where they are too few to tell.
+        The median of the pairs' ratios, which neither a stall in a few of them nor noise in all pulls to one side, with
+        a bootstrap interval; None where there are too few pairs to tell.
     """
+    # At the end of a run alone: they take long to import.
+    import random
+    from statistics import median
+
     if len(pairs) < _FEWEST_PAIRS:
         return None
-    ratio, error = _ratio(pairs)
+    percents = [(on / off - 1) * 100 for off, on in pairs]
     draw = random.Random(0)  # never training's own
-    resampled = [_ratio(draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES)]
-    scores = sorted((other - ratio) / its_error if its_error else 0.0 for other, its_error in resampled)
+    medians = sorted(median(draw.choices(percents, k=len(percents))) for _ in range(_RESAMPLES))
     tail = int(_RESAMPLES * 0.025)
-    percent, low, high = (
-        (bound - 1) * 100 for bound in (ratio, ratio - scores[-1 - tail] * error, ratio - scores[tail] * error)
-    )
-    return Overhead(percent, low, high, len(pairs))
-
-
-def _ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of the sums, which noise doesn't bias as it does a mean of ratios, and its standard error."""
-    number, without = len(pairs), sum(off for off, _ in pairs)
-    ratio = sum(on for _, on in pairs) / without
-    spread = sum((on - ratio * off) ** 2 for off, on in pairs)
-    return ratio, sqrt(spread * number / (number - 1)) / without
+    return Overhead(median(percents), medians[tail], medians[-1 - tail], len(pairs))
 
 
 def is_on(block: int) -> bool:

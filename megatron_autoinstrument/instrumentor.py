@@ -185,7 +185,7 @@ def _install(given: Mapping[str, Any]) -> None:
         from megatron_autoinstrument import ids, resource, sampling, sdk
 
         # With the first span: Megatron has set its own handler by then, and knows of no other.
-        signals.install(functools.partial(RECORDER.cut_off, "SIGTERM"), RECORDER.hand_on)
+        _in_turn(_handle_sigterm)
         strategy = settings.sampling_strategy
         return sdk.connect(
             wanted,
@@ -211,6 +211,11 @@ def _install(given: Mapping[str, Any]) -> None:
     _patch(everything)
     if _comparison is not None:
         _comparison.watch()
+
+
+def _handle_sigterm() -> None:
+    if MegatronInstrumentor().is_instrumented_by_opentelemetry:  # still
+        signals.install(functools.partial(RECORDER.cut_off, "SIGTERM"), RECORDER.hand_on)
 
 
 _comparison: ab.Comparison | None = None
