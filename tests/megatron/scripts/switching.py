@@ -64,8 +64,8 @@ def at_any_time():
 
 def no_more():
     global switching
+    thread, switching = switching, None  # first: the handler starts the timer again
     signal.setitimer(signal.ITIMER_REAL, 0)
-    thread, switching = switching, None
     thread.join()
     megatron.instrument()  # in case it is off
 
