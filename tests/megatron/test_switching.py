@@ -1,11 +1,11 @@
-"""Switched off and on in mid-run, by a signal, a thread, `paused()` and MEGATRON_OTEL_AB: what runs, what is recorded."""
+"""Switched off and on in mid-run, by a signal, a thread, `paused()` and MEGATRON_OTEL_AB: what runs and is recorded."""
 
 import json
 import re
 from collections import Counter
 from functools import cache
 
-from harness import EVERYTHING, FIXTURES, PLAIN, ROOT, SCRIPTS, train
+from harness import EVERYTHING, PLAIN, SCRIPTS, train
 
 from megatron_autoinstrument import ab
 
@@ -19,8 +19,6 @@ RANDOM = set(range(15, 41))  # off and on at any time
 
 
 def run_of(environment, **more):
-    # This checkout, not the installed wheel, also where a script instruments by itself.
-    environment = {**environment, "PYTHONPATH": f"{ROOT}:{FIXTURES}"}
     run = train(*OPTIONS, environment=environment, **more)
     assert run.status == 0, run.output[-3000:]
     assert len(run.losses) == ITERATIONS + 2
