@@ -124,7 +124,8 @@ def _in_turn(switch: Callable[[], None]) -> None:
         while _asked and not _busy:
             _busy = True
             try:
-                _asked.popleft()()
+                while _asked:  # a signal handler may have run them since the last look
+                    _asked.popleft()()
             finally:
                 _busy = False
     finally:
