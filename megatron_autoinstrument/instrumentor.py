@@ -59,7 +59,10 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
         _in_turn(functools.partial(super().instrument, **kwargs))
 
     def uninstrument(self, **kwargs: Any) -> None:
+        """In mid-run nobody waits for what was recorded to be exported; else that takes 10 s at most."""
         _in_turn(functools.partial(super().uninstrument, **kwargs))
+        if not self.is_instrumented_by_opentelemetry:
+            signals.TERMINATION.uninstall()  # once more: the turn may have been another thread's
 
     def _instrument(self, **kwargs: Any) -> None:
         """
@@ -87,8 +90,11 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             _take_out()
             _stop_comparing()
             RECORDER.release()
-            RECORDER.flush()
-            RECORDER.disconnect()
+            if RECORDER.current is not None:
+                RECORDER.hand_on()
+            else:
+                RECORDER.flush()
+                RECORDER.disconnect()
             signals.TERMINATION.uninstall()
         except Exception:
             if patching.reraise_internal_errors:

@@ -9,6 +9,8 @@ import time
 from importlib.metadata import entry_points
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from megatron_autoinstrument import MegatronInstrumentor, instrumentor, signals, targets
 
@@ -154,9 +156,54 @@ def test_a_switch_that_another_thread_is_busy_with_is_waited_for_so_long_at_most
     assert not megatron.is_instrumented_by_opentelemetry
 
 
-def test_switched_at_any_time_by_threads_and_signals_training_goes_on_and_no_record_is_left(
+def test_uninstrumented_in_mid_run_training_does_not_wait_for_the_exporter(
     megatron, fake_module, provider, exporter, monkeypatch
 ):
+    training = fake_module("megatron.training.training", "def train(inside):\n    inside()\n    inside()\n" + SOURCE)
+    export, go_on = exporter.export, threading.Event()
+    monkeypatch.setattr(exporter, "export", lambda spans: (go_on.wait(10), export(spans))[1])
+    took = []
+
+    def step():
+        if megatron.is_instrumented_by_opentelemetry:
+            instrumentor.RECORDER.end(instrumentor.RECORDER.begin("megatron.microbatch.forward", "frequent"))
+            start = time.monotonic()
+            megatron.uninstrument()
+            took.append(time.monotonic() - start)
+        go_on.set()
+
+    megatron.instrument(tracer_provider=provider)
+    training.train(step)
+    assert took[0] < 1
+    assert set(spans(exporter)) == {"megatron.microbatch.forward", "megatron.train"}
+
+
+def test_uninstrumented_by_another_thread_sigterm_does_as_before_and_the_main_thread_can_put_it_back(
+    megatron, training, provider
+):
+    previous = []
+    before = signal.signal(signal.SIGTERM, lambda *args: previous.append(args))
+    try:
+        theirs = signal.getsignal(signal.SIGTERM)
+        megatron.instrument(tracer_provider=provider)
+        training.train_step("model")
+        assert signal.getsignal(signal.SIGTERM) == signals.TERMINATION._handle
+        thread = threading.Thread(target=megatron.uninstrument)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGTERM)
+        assert len(previous) == 1
+        megatron.uninstrument()
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_switched_at_any_time_by_threads_and_signals_training_goes_on_and_no_record_is_left(
+    megatron, fake_module, exporter, monkeypatch
+):
+    provider = TracerProvider()  # one that exports beside training: a handler could interrupt that otherwise
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     monkeypatch.setattr(logging.getLogger("opentelemetry.instrumentation.instrumentor"), "disabled", True)
     training = fake_module(
         "megatron.training.training",
@@ -207,6 +254,7 @@ def test_switched_at_any_time_by_threads_and_signals_training_goes_on_and_no_rec
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     megatron.uninstrument()
+    provider.shutdown()
     assert switches > 20
     assert {name: vars(training)[name] for name in originals} == originals
     assert instrumentor.RECORDER.current is None
