@@ -6,9 +6,7 @@ Every rank changes after the same steps, so that no communication is needed, and
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
-from statistics import fmean, median
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -20,8 +18,9 @@ _MODULE = "megatron.training.training"
 _ON = frozenset({"ab"})
 _WARM_UP = 2  # blocks
 _FEWEST_PAIRS = 8
-_RESAMPLES = 2000
+_RESAMPLES = 1000
 _CATCH_UP_S = 1.0  # at most: what a block has recorded is to be exported before the next one is timed
+_LONG_S = 10.0  # of blocks as long, most of the exporting falls into their steps: a batch leaves after 5 s
 
 
 class Overhead(NamedTuple):
@@ -33,22 +32,27 @@ class Overhead(NamedTuple):
     pairs: int
 
 
-def overhead(pairs: list[tuple[float, float]]) -> Overhead | None:
+def overhead(pairs: Sequence[tuple[float, float]]) -> Overhead | None:
     """Compares blocks that followed each other.
 
     Args:
-        pairs: Of a block without and one with the instrumentation, the median time of a step each.
+        pairs: Of a block without and one with the instrumentation, the mean time of a step each.
 
     Returns:
-        The mean of the pairs' differences with a bootstrap interval; None where there are too few pairs to tell.
+        The median of the pairs' ratios, which neither a stall in a few of them nor noise in all pulls to one side, with
+        a bootstrap interval; None where there are too few pairs to tell.
     """
+    # At the end of a run alone: they take long to import.
+    import random
+    from statistics import median
+
     if len(pairs) < _FEWEST_PAIRS:
         return None
-    differences = [(on - off) / off * 100 for off, on in pairs]
+    percents = [(on / off - 1) * 100 for off, on in pairs]
     draw = random.Random(0)  # never training's own
-    means = sorted(fmean(draw.choices(differences, k=len(differences))) for _ in range(_RESAMPLES))
+    medians = sorted(median(draw.choices(percents, k=len(percents))) for _ in range(_RESAMPLES))
     tail = int(_RESAMPLES * 0.025)
-    return Overhead(fmean(differences), means[tail], means[-1 - tail], len(pairs))
+    return Overhead(median(percents), medians[tail], medians[-1 - tail], len(pairs))
 
 
 def is_on(block: int) -> bool:
@@ -62,33 +66,46 @@ def is_on(block: int) -> bool:
 class Comparison:
     """The comparison that is going on."""
 
-    def __init__(self, length: int, turn: Callable[[bool], None], says: bool) -> None:
+    def __init__(self, length: int, turn: Callable[[Comparison, bool], None], says: bool) -> None:
         """
         Args:
             length: The number of steps of a block.
-            turn: Puts the instrumentation in (True) or takes it out.
+            turn: Puts the instrumentation in (True) or takes it out, below our own wrappers.
             says: Whether this rank prints the outcome.
         """
         self._length = length
         self._turn = turn
         self._says = says
         self._run, self._steps = Ledger(), Ledger()
+        self._of_run = [Seam(_MODULE, "train", _ON, self._train)]
+        self._of_steps = [
+            Seam(_MODULE, "train_step", _ON, self._train_step),
+            Seam(_MODULE, "training_log", _ON, self._training_log),
+        ]
         self._block = 0
+        self._started: int | None = None
         self._times: list[int] = []
-        self._before: float | None = None  # the median of a pair's first block
+        self._before: float | None = None  # the mean of a pair's first block
+        self._longest_s = 0.0  # of the blocks
         self.pairs: list[tuple[float, float]] = []
 
     def start(self) -> None:
         """Wraps the training loop inside the recording's own wrapper: call it before that is put in."""
-        self._run.install([Seam(_MODULE, "train", _ON, self._train)], _ON)
+        self._run.install(self._of_run, _ON)
 
     def watch(self) -> None:
-        """Wraps the step around the recording's own wrapper: call it after that is put in."""
-        self._steps.install([Seam(_MODULE, "train_step", _ON, self._train_step)], _ON)
+        """Wraps the step and its log around the recording's own wrappers: call it after those are put in."""
+        self._steps.install(self._of_steps, _ON)
+
+    def unwatch(self) -> bool:
+        """Takes that out, and says whether it was in. A step that is running then doesn't count."""
+        was_in = bool(self._steps.groups)
+        self._steps.uninstall()
+        self._started = None
+        return was_in
 
     def stop(self) -> None:
-        """Takes both out."""
-        self._steps.uninstall()
+        """Takes out what `start` put in: call it after the recording's own wrappers are taken out."""
         self._run.uninstall()
 
     def _train(self, original: Function, groups: frozenset[str]) -> Hook:
@@ -97,14 +114,26 @@ class Comparison:
 
         def end(token: bool, result: Any, error: BaseException | None) -> None:
             self._report()
+            self._turn(self, True)  # what comes after the steps is recorded
 
         return Hook(begin, end)
 
     def _train_step(self, original: Function, groups: frozenset[str]) -> Hook:
-        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> int:
-            return perf_counter_ns()
+        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
+            self._started = perf_counter_ns()
 
-        def end(started: int, result: Any, error: BaseException | None) -> None:
+        return Hook(begin, lambda token, result, error: None)
+
+    def _training_log(self, original: Function, groups: frozenset[str]) -> Hook:
+        """Runs after each step, of which it is a part: there its span ends and its metrics are recorded."""
+
+        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
+            return True
+
+        def end(token: bool, result: Any, error: BaseException | None) -> None:
+            started, self._started = self._started, None
+            if started is None:
+                return
             self._times.append(perf_counter_ns() - started)
             if len(self._times) == self._length:
                 self._end_block()
@@ -112,8 +141,11 @@ class Comparison:
         return Hook(begin, end)
 
     def _end_block(self) -> None:
-        # What the last block has left behind ends in the first quarter of this one.
-        typical = median(self._times[max(1, self._length // 4) :])
+        # What the last block has left behind ends in the first quarter of this one. The mean, not the median: what is
+        # done beside training, such as exporting, slows a few steps down.
+        counted = self._times[self._length // 4 :]
+        typical = sum(counted) / len(counted)
+        self._longest_s = max(self._longest_s, sum(self._times) / 1e9)
         self._times.clear()
         on, following = is_on(self._block), is_on(self._block + 1)
         if self._block >= _WARM_UP:
@@ -124,11 +156,9 @@ class Comparison:
                 self._before = None
         self._block += 1
         if following != on:
-            self._steps.uninstall()
             if on:
                 RECORDER.catch_up(_CATCH_UP_S)
-            self._turn(following)
-            self.watch()
+            self._turn(self, following)
 
     def _report(self) -> None:
         found = overhead(self.pairs)
@@ -143,6 +173,11 @@ class Comparison:
                 f"{found.percent:+.2f} % of a step, 95 % confidence interval {found.low:+.2f} to {found.high:+.2f} % "
                 f"({found.pairs} pairs of blocks of {self._length} steps)"
             )
+            if self._longest_s < _LONG_S:
+                told += (
+                    f". Blocks took {self._longest_s:.1f} s at most: in less than {_LONG_S:g} s, "
+                    "a part of the exporting falls between them and isn't counted."
+                )
         record = RECORDER.current
         if record is not None and record.name == "megatron.train":
             record.attributes = {**(record.attributes or {}), **attributes}

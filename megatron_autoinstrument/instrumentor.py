@@ -7,7 +7,9 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
@@ -41,7 +43,8 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
     `instrument()` may come before or after Megatron is imported, and again after `uninstrument()`, also while
     training runs. What to record, and on which ranks, is told by the environment variables of
     `megatron_autoinstrument.environment_variables` and by flags. On ranks that don't export, nothing is patched but
-    Megatron's argument parser.
+    Megatron's argument parser. Any thread may call these, and a signal handler may: what is asked for while something
+    else is being done comes after it, and nobody waits for that for ever.
     """
 
     _waiting: Any = None  # for Megatron's import
@@ -51,6 +54,15 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
         # A git checkout of Megatron has no package metadata, and a requirement on it would then, without a word,
         # turn us off.
         return ()
+
+    def instrument(self, **kwargs: Any) -> None:
+        _in_turn(functools.partial(super().instrument, **kwargs))
+
+    def uninstrument(self, **kwargs: Any) -> None:
+        """In mid-run nobody waits for what was recorded to be exported; else that takes 10 s at most."""
+        _in_turn(functools.partial(super().uninstrument, **kwargs))
+        if not self.is_instrumented_by_opentelemetry:
+            signals.TERMINATION.uninstall()  # once more: the turn may have been another thread's
 
     def _instrument(self, **kwargs: Any) -> None:
         """
@@ -64,25 +76,25 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             if any(name == "megatron" or name.startswith("megatron.") for name in list(sys.modules)):
                 _install(self._given)
             else:
-                self._waiting = autoload.before_megatron(lambda: _install(self._given))
+                self._waiting = autoload.before_megatron(lambda: _in_turn(lambda: _install(self._given)))
         except Exception:
             if patching.reraise_internal_errors:
                 raise
             _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
 
     def _uninstrument(self, **kwargs: Any) -> None:
-        global _comparison
         try:
             if self._waiting is not None:
                 autoload.forget(self._waiting)
                 self._waiting = None
-            if _comparison is not None:
-                _comparison.stop()
-                _comparison = None
-            LEDGER.uninstall()
+            _take_out()
+            _stop_comparing()
             RECORDER.release()
-            RECORDER.flush()
-            RECORDER.disconnect()
+            if RECORDER.current is not None:
+                RECORDER.hand_on()
+            else:
+                RECORDER.flush()
+                RECORDER.disconnect()
             signals.TERMINATION.uninstall()
         except Exception:
             if patching.reraise_internal_errors:
@@ -94,18 +106,65 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
     def paused(self) -> Iterator[None]:
         """Takes every wrapper out of Megatron for the length of a `with`, and puts them back: nothing of this package
         runs inside it. The step it begins in is recorded up to there. Any thread may use it."""
-        patched = LEDGER.groups
-        LEDGER.uninstall()
+        _in_turn(_pause)
         try:
             yield
         finally:
-            if patched and self.is_instrumented_by_opentelemetry:
-                _patch(patched)
+            _in_turn(_resume)
+
+
+_TURN_S = 10.0  # the longest that one waits for another: an uninstrument() whose flush takes all its time
+_asked: deque[Callable[[], None]] = deque()
+_switching = threading.RLock()
+_busy = False
+
+
+def _in_turn(switch: Callable[[], None]) -> None:
+    """Has `switch` run when no other does: now, after those of other threads, or after the one that a signal handler
+    has interrupted. Whoever runs one runs all that are asked for meanwhile, so that to give up waiting loses none."""
+    global _busy
+    _asked.append(switch)
+    if not _switching.acquire(timeout=_TURN_S):
+        return
+    try:
+        while _asked and not _busy:
+            _busy = True
+            try:
+                while _asked:  # a signal handler may have run them since the last look
+                    _asked.popleft()()
+            finally:
+                _busy = False
+    finally:
+        _switching.release()
+
+
+_pauses = 0
+_paused: tuple[frozenset[str], bool] = (frozenset(), False)  # what the first of them took out
+
+
+def _pause() -> None:
+    global _pauses, _paused
+    if _pauses == 0:
+        _paused = LEDGER.groups, _take_out()
+    _pauses += 1
+
+
+def _resume() -> None:
+    global _pauses
+    _pauses -= 1
+    patched, watched = _paused
+    # Inside the last of them, it may have been uninstrumented, or that and instrumented again.
+    if _pauses or LEDGER.groups or not MegatronInstrumentor().is_instrumented_by_opentelemetry:
+        return
+    if patched:
+        _patch(patched)
+    if watched and _comparison is not None:
+        _comparison.watch()
 
 
 def accept_flags() -> None:
     """Lets Megatron's parser know our flags, and waits for what they say. Nothing else is patched."""
-    _patch(frozenset())
+    _in_turn(lambda: _patch(frozenset()))
 
 
 def _install(given: Mapping[str, Any]) -> None:
@@ -133,7 +192,7 @@ def _install(given: Mapping[str, Any]) -> None:
         from megatron_autoinstrument import ids, resource, sampling, sdk
 
         # With the first span: Megatron has set its own handler by then, and knows of no other.
-        signals.install(functools.partial(RECORDER.cut_off, "SIGTERM"), RECORDER.hand_on)
+        _in_turn(_handle_sigterm)
         strategy = settings.sampling_strategy
         return sdk.connect(
             wanted,
@@ -161,30 +220,53 @@ def _install(given: Mapping[str, Any]) -> None:
         _comparison.watch()
 
 
+def _handle_sigterm() -> None:
+    if MegatronInstrumentor().is_instrumented_by_opentelemetry:  # still
+        signals.install(functools.partial(RECORDER.cut_off, "SIGTERM"), RECORDER.hand_on)
+
+
 _comparison: ab.Comparison | None = None
 
 
 def _compare(settings: config.Config, rank: int, everything: frozenset[str]) -> None:
     global _comparison
 
-    def turn(on: bool) -> None:
-        if on:
-            _patch(everything)
-        else:
-            LEDGER.uninstall()
+    def turn(comparison: ab.Comparison, on: bool) -> None:
+        def switch() -> None:
+            # Another thread may have taken it out since its step ended.
+            if comparison is not _comparison or not _take_out():
+                return
+            if on:
+                _patch(everything)
+            comparison.watch()
 
-    if _comparison is not None:
-        _comparison.stop()
+        _in_turn(switch)
+
+    _stop_comparing()
     first = not any(ranks.records(other, settings) for other in range(rank))
     _comparison = ab.Comparison(settings.ab, turn, says=first)
     _comparison.start()
+
+
+def _stop_comparing() -> None:
+    global _comparison
+    if _comparison is not None:
+        _comparison.stop()
+        _comparison = None
+
+
+def _take_out() -> bool:
+    """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
+    watched = _comparison is not None and _comparison.unwatch()
+    LEDGER.uninstall()
+    return watched
 
 
 def _patch(wanted: frozenset[str]) -> None:
     from megatron_autoinstrument.targets import SEAMS, global_vars, schedules
 
     schedules.running = None  # in the middle of a pass nobody has counted its calls
-    global_vars.when_known = _apply_flags
+    global_vars.when_known = lambda args: _in_turn(lambda: _apply_flags(args))
     RECORDER.choose(wanted)
     LEDGER.install(SEAMS, wanted | {groups.FLAGS})
 
@@ -197,7 +279,7 @@ def _apply_flags(args: Any) -> None:
     instrumentor = MegatronInstrumentor()
     if instrumentor.is_instrumented_by_opentelemetry:
         if changed:
-            LEDGER.uninstall()
+            _take_out()
             _install(instrumentor._given)
     elif getattr(args, "otel_enabled", None) and config.enabled(warn=False) is not False:
         LEDGER.uninstall()  # what accept_flags() patched
@@ -205,6 +287,9 @@ def _apply_flags(args: Any) -> None:
 
 
 def _silence() -> None:
+    global _switching, _busy
+    _switching, _busy = threading.RLock(), False  # another thread may have held it
+    _asked.clear()
     LEDGER.silence()
     RECORDER.abandon()
 

@@ -11,7 +11,6 @@ import inspect
 import logging
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -153,14 +152,14 @@ def _exists(module: ModuleType, path: str) -> bool:
 
 
 class Ledger:
-    """Everything of Megatron that is replaced now."""
+    """Everything of Megatron that is replaced now. One thread at a time installs and uninstalls; beside it another
+    may import."""
 
     def __init__(self) -> None:
         self._patches: dict[tuple[Seam, int], _Patch] = {}
         self._replacements: list[_Replacement] = []
         self.groups: frozenset[str] = frozenset()
         """Those whose seams are wrapped now."""
-        self._lock = threading.RLock()  # a signal may come in the middle of an install
         self._wanted: dict[str, list[Seam]] = {}
         self._watched: set[str] = set()  # wrapt's hooks can't be taken back, so each is set once
 
@@ -170,51 +169,52 @@ class Ledger:
         Raises:
             Exception: something went wrong that is no missing seam; nothing stays replaced then.
         """
-        with self._lock:
-            self.groups = groups
-            for seam in seams:
-                if not groups.isdisjoint(seam.groups):
-                    self._wanted.setdefault(seam.module, []).append(seam)
-            try:
-                loaded = [module for name in self._wanted if (module := sys.modules.get(name)) is not None]
-                for module in loaded:
-                    self._patch_module(module)
-                if loaded:
-                    self._rebind_to_wrappers()
-                for name in self._wanted.keys() - sys.modules.keys() - self._watched:
-                    self._watched.add(name)
-                    wrapt.register_post_import_hook(self._on_import, name)
-            except BaseException:
-                self.uninstall()
-                raise
+        self.groups = groups
+        for seam in seams:
+            if not groups.isdisjoint(seam.groups):
+                self._wanted.setdefault(seam.module, []).append(seam)
+        try:
+            loaded = [module for name in self._wanted if (module := sys.modules.get(name)) is not None]
+            for module in loaded:
+                self._patch_module(module)
+            if loaded:
+                self._rebind_to_wrappers()
+            for name in self._wanted.keys() - sys.modules.keys() - self._watched:
+                self._watched.add(name)
+                wrapt.register_post_import_hook(self._on_import, name)
+        except BaseException:
+            self.uninstall()
+            raise
 
     def uninstall(self) -> None:
         """Puts back every original, also in names that were bound to a wrapper meanwhile."""
-        with self._lock:
-            self.silence()
-            while self._replacements:
-                holder, name, original, replacement, inherited = self._replacements.pop()
-                if vars(holder).get(name) is not replacement:
-                    continue  # somebody wrapped on top of us: theirs stays, ours passes through
-                if inherited:
-                    delattr(holder, name)
-                else:
-                    setattr(holder, name, original)
-            self._rebind({id(patch.wrapper): patch.original for patch in self._patches.values()})
+        self.silence()
+        while self._replacements:
+            holder, name, original, replacement, inherited = self._replacements.pop()
+            if vars(holder).get(name) is not replacement:
+                continue  # somebody wrapped on top of us: theirs stays, ours passes through
+            if inherited:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, original)
+        self._rebind({id(patch.wrapper): patch.original for patch in self._made()})
 
     def silence(self) -> None:
         """Makes every wrapper pass through, and leaves it in place."""
         self._wanted.clear()
         self.groups = frozenset()
-        for patch in self._patches.values():
+        for patch in self._made():
             patch.hook = None
 
     def _on_import(self, module: ModuleType) -> None:
         # Runs inside the application's import statement.
         try:
+            seams = self._wanted.get(module.__name__, ())
             self._patch_module(module)
-            if any(seam.home for seam in self._wanted.get(module.__name__, ())):
+            if any(seam.home for seam in seams):
                 self._rebind_to_wrappers()
+            if seams and not self._wanted:
+                self.uninstall()  # as another thread has meanwhile
         except Exception:
             if reraise_internal_errors:
                 raise
@@ -236,7 +236,7 @@ class Ledger:
                     "This Megatron has no %s.%s that we know: nothing is recorded of it.", seam.module, seam.path
                 )
                 continue
-            if name not in vars(holder) and any(original is patch.wrapper for patch in self._patches.values()):
+            if name not in vars(holder) and any(original is patch.wrapper for patch in self._made()):
                 continue  # inherited from a class that we have wrapped
             self._replace(seam, holder, name, original)
 
@@ -271,7 +271,7 @@ class Ledger:
         """The patch made for `function` before, or one of `seam` whose wrapper is below `function`; else a new one."""
         if (patch := self._patches.get((seam, id(function)))) is not None:
             return patch
-        ours = {id(patch.wrapper): patch for (of, _), patch in self._patches.items() if of is seam}
+        ours = {id(patch.wrapper): patch for (of, _), patch in list(self._patches.items()) if of is seam}
         below: Any = function
         for _ in range(100):  # a chain may be a circle
             if below is None:
@@ -281,12 +281,15 @@ class Ledger:
             below = getattr(below, "__wrapped__", None)
         return _Patch(seam, function)
 
+    def _made(self) -> list[_Patch]:
+        return list(self._patches.values())  # a copy: a thread that imports may add to it
+
     def _rebind_to_wrappers(self) -> None:
-        self._rebind({id(patch.original): patch.wrapper for patch in self._patches.values() if patch.hook is not None})
+        self._rebind({id(patch.original): patch.wrapper for patch in self._made() if patch.hook is not None})
 
     def _rebind(self, new: Mapping[int, Any]) -> None:
         """Gives names made by `from X import f` the function that X has now."""
-        for module in _namespaces(patch.seam for patch in self._patches.values()):
+        for module in _namespaces(patch.seam for patch in self._made()):
             namespace = vars(module)
             for name, value in list(namespace.items()):
                 if id(value) in new:

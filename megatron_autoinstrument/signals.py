@@ -81,16 +81,16 @@ class Termination:
 
     def uninstall(self) -> None:
         """Puts back what was there; where somebody has set a handler since, theirs stays, and ours below it passes
-        through."""
-        if not self._active or threading.current_thread() is not threading.main_thread():
-            return
+        through. So it does, too, where another thread than the main one calls this."""
         self._active = False
-        if self._wakeup is not None:
+        if not self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        wakeup, self._wakeup = self._wakeup, None
+        if wakeup is not None:
             current = signal.set_wakeup_fd(-1)
-            if current != self._wakeup.fileno():
+            if current != wakeup.fileno():
                 signal.set_wakeup_fd(current)
-            self._wakeup.close()  # our thread reads that
-            self._wakeup = None
+            wakeup.close()  # our thread reads that
         if self._is_current() and _address(_action()) == self._address:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
             _set_action(self._before)
@@ -172,7 +172,7 @@ class _Fork:
         self._masks: dict[int, Any] = {}  # of the threads that are forking
 
     def before(self) -> None:
-        if TERMINATION._active:
+        if TERMINATION._installed:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             self._masks[threading.get_ident()] = mask
 

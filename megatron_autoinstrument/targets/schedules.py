@@ -91,10 +91,11 @@ def _microbatch(what: str, original: Function, groups: frozenset[str]) -> Hook:
 
 def identity_of_next(what: str) -> Identity | None:
     """Of the microbatch that goes "forward" or "backward" now."""
-    if running is None:
+    run = running  # another thread may instrument anew
+    if run is None:
         return None
-    number, traces = running.next(what), RECORDER.traces
-    key = None if traces is None else running.key(traces.rank, what)
+    number, traces = run.next(what), RECORDER.traces
+    key = None if traces is None else run.key(traces.rank, what)
     return None if key is None else (key, number)
 
 
@@ -119,13 +120,13 @@ def _schedule(schedule: str, original: Function, groups: frozenset[str]) -> Hook
         if evaluating and kwargs.get("collect_non_loss_data"):
             return None  # one more pass after the last step, on the last rank alone
         # FullCudaGraphWrapper's own run of a schedule is the same pass.
-        inside = running is not None and current is not None and current.name in _PASSES
-        this = Pass(interleaved, kwargs, running.number if inside and running is not None else None)
+        around = running if current is not None and current.name in _PASSES else None
+        this = Pass(interleaved, kwargs, None if around is None else around.number)
         if evaluating:
             traces = RECORDER.traces
             key = None if traces is None else this.key(traces.rank, "megatron.evaluate.step")
             record = RECORDER.begin("megatron.evaluate.step", evaluation_kind, None, None if key is None else (key, 0))
-        elif not inside:
+        elif around is None:
             attributes = {"megatron.num_microbatches": this.num_microbatches}
             if kwargs.get("forward_only"):
                 attributes[FORWARD_ONLY] = True

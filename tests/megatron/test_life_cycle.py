@@ -8,6 +8,8 @@ from functools import cache
 import pytest
 from harness import EVERYTHING, PLAIN, PTH, SCRIPTS, plain_losses, train
 
+from megatron_autoinstrument.groups import GROUPS
+
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
@@ -35,6 +37,19 @@ def test_uninstrument_puts_back_every_attribute_of_megatron_and_every_global_of_
 
 def test_what_is_patched_copies_pickles_compares_and_inspects_as_its_original():
     assert restored(False)["problems"] == []
+
+
+def test_with_any_group_off_or_alone_every_function_that_it_has_no_need_of_is_the_very_object_it_was():
+    settings = restored(False)["settings"]
+    assert len(settings) == 2 * len(GROUPS) + 2
+    for name, found in settings.items():
+        assert found["replaced"] == found["needed"], name
+        assert (found["besides"], found["left"]) == ([], []), name
+    for name in ("turned off", "a rank that doesn't export"):
+        assert settings[name]["replaced"] == ["add_megatron_arguments", "set_args"]
+    # The groups of a step need the step itself; that it logs is for its own alone, and for the metrics.
+    assert "train_step" in settings["optimizer alone"]["replaced"]
+    assert "training_log" not in settings["all but step"]["replaced"]
 
 
 # Megatron exits on a flag that it doesn't know, on any rank. Neither of the two runs per step.
@@ -67,6 +82,12 @@ def test_a_rank_that_does_not_export_has_no_patch_but_for_flags_no_provider_no_h
     assert first["provider"] == "ProxyTracerProvider"
     assert not first["sdk"]
     assert not [name for name in first["threads"] if "autoinstrument" in name or "Otel" in name]
+
+
+def test_not_one_function_of_ours_runs_in_a_step_of_a_rank_that_does_not_export_on_any_thread():
+    _, (first, last) = by_default()
+    assert first["calls"] == {}
+    assert last["calls"]["MainThread"]["_wrap.<locals>.wrapper"] >= 5  # the counting works
 
 
 def test_by_default_nothing_that_runs_per_step_is_patched_but_what_evaluation_and_metrics_need():

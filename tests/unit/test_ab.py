@@ -1,5 +1,6 @@
 """Blocks of steps with and without instrumentation, on a training loop whose clock and cost are known."""
 
+import contextlib
 import random
 import sys
 import types
@@ -13,8 +14,11 @@ _TRAIN_START_TIME = 1.0
 def train(steps):
     for iteration in range(steps):
         train_step(iteration=iteration)
+        training_log({}, {}, 0.1, iteration + 1, 0, None, False)
 def train_step(iteration):
     work()
+def training_log(loss_dict, total_loss_dict, learning_rate, iteration, skipped_iter, grad_norm, is_first_iteration):
+    pass
 def work():
     pass
 """
@@ -29,12 +33,15 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def trained(fake_module, monkeypatch, provider, exporter, clock, capsys):
-    """Trains so many steps; each takes 1,000, and `cost` more where it is instrumented."""
+    """Trains so many steps; each takes 1,000, and `cost` more where it is instrumented. In those of `at`, does what
+    it says."""
 
-    def trained(steps, cost=0, noise=0, length=8, leave=None):
+    def trained(steps, cost=0, noise=0, length=8, leave=None, at=None):
         for name in ("megatron", "megatron.training"):
             fake_module(name)
         training = fake_module("megatron.training.training", TRAINING)
+        arguments = types.SimpleNamespace(log_interval=1000)
+        fake_module("megatron.training.global_vars")._GLOBAL_ARGS = arguments
         monkeypatch.setenv("MEGATRON_OTEL_AB", str(length))
         monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "job,step")
         instrumented = []
@@ -43,7 +50,9 @@ def trained(fake_module, monkeypatch, provider, exporter, clock, capsys):
         def work():
             on = bool(instrumentor.LEDGER.groups)
             instrumented.append(on)
-            clock.now += 1000 + cost * on + int(draw.gauss(0, noise) if noise else 0)
+            extra = cost(len(instrumented)) if callable(cost) else cost
+            clock.now += 1000 + extra * on + int(draw.gauss(0, noise) if noise else 0)
+            (at or {}).get(len(instrumented), bool)()
             if len(instrumented) == leave:
                 sys.exit(0)
 
@@ -51,6 +60,8 @@ def trained(fake_module, monkeypatch, provider, exporter, clock, capsys):
         MegatronInstrumentor().instrument(tracer_provider=provider)
         try:
             training.train(steps)
+            training.recorded_after = bool(instrumentor.LEDGER.groups)
+            training.comparison = instrumentor._comparison
         except SystemExit:
             pass
         finally:
@@ -87,6 +98,82 @@ def test_noise_widens_the_interval_and_it_holds_the_cost(trained):
     low, high = (train.attributes[f"megatron.ab.overhead_percent.{bound}"] for bound in ("low", "high"))
     assert low < 2.0 < high
     assert 0 < high - low < 1
+
+
+def test_a_cost_that_comes_in_bursts_counts_by_what_it_takes_of_a_block(trained):
+    _, spans, *_ = trained(8 * 22, cost=lambda step: 120 * (step % 8 == 5))  # one of the six that count
+    (train,) = [span for span in spans if span.name == "megatron.train"]
+    assert train.attributes["megatron.ab.overhead_percent"] == pytest.approx(2.0)
+
+
+def test_what_megatrons_log_costs_is_part_of_a_step(trained, monkeypatch, clock):
+    release = instrumentor.RECORDER.release
+
+    def slow(*args):
+        clock.now += 10
+        release(*args)
+
+    monkeypatch.setattr(instrumentor.RECORDER, "release", slow)
+    _, spans, *_ = trained(8 * 22)
+    (train,) = [span for span in spans if span.name == "megatron.train"]
+    assert train.attributes["megatron.ab.overhead_percent"] >= 1.0
+
+
+def test_noise_and_stalls_pull_the_figure_to_neither_side():
+    draw = random.Random(1)
+
+    def step():
+        return 100 * (1 + draw.gauss(0, 0.1)) + (1000 if draw.random() < 0.05 else 0)
+
+    found = ab.overhead([(step(), step() * 1.02) for _ in range(500)])
+    assert found.low < 2.0 < found.high
+    assert found.high - found.low < 5
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says(monkeypatch):
+    monkeypatch.setattr(ab, "_RESAMPLES", 200)
+    draw = random.Random(1)
+    intervals = [ab.overhead([(draw.gauss(100, 5), draw.gauss(102, 5)) for _ in range(12)]) for _ in range(100)]
+    assert sum(found.low <= 2.0 <= found.high for found in intervals) >= 90
+
+
+def test_blocks_too_short_for_exporting_to_fall_into_them_are_told(trained):
+    assert "a part of the exporting falls between them and isn't counted" in trained(8 * 22)[2]
+
+
+def switch_off():
+    MegatronInstrumentor().uninstrument()
+
+
+@pytest.mark.parametrize("step", [8 * 3 + 2, 8 * 2 + 2, 8 * 4, 8 * 6])  # within a block of each kind, in its last step
+def test_uninstrumented_in_mid_run_it_stays_out(trained, provider, step):
+    instrumented, _, told, training = trained(8 * 30, at={step: switch_off})
+    assert not any(instrumented[step:])
+    assert "too few steps ran" in told
+    for name in ("train", "train_step", "training_log"):
+        assert not hasattr(training[name], "__wrapped__")
+
+
+@pytest.mark.parametrize("step", [8 * 3 + 2, 8 * 2 + 2])
+def test_paused_it_waits_and_goes_on_with_the_block(trained, step):
+    pause = contextlib.ExitStack()
+    at = {step: lambda: pause.enter_context(MegatronInstrumentor().paused()), step + 20: pause.close}
+    instrumented, _, told, _ = trained(8 * 22 + 21, cost=30, at=at)
+    assert not any(instrumented[step : step + 20])
+    blocks = instrumented[: step - 1] + instrumented[step + 20 :]
+    assert blocks == [ab.is_on(step // 8) for step in range(len(blocks))]
+    assert "+3.00 % of a step" in told
+
+
+def test_what_comes_after_the_steps_is_recorded(trained):
+    instrumented, *_, training = trained(8 * 22)
+    assert not instrumented[-1]
+    assert training["recorded_after"]
+
+
+def test_wrappers_are_not_made_anew_for_each_block(trained):
+    *_, training = trained(8 * 22)
+    assert len(training["comparison"]._steps._patches) == 4  # of two functions: on top of ours, and of Megatron's own
 
 
 def test_too_few_steps_say_so(trained):

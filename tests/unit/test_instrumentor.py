@@ -1,10 +1,16 @@
 import argparse
+import logging
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from importlib.metadata import entry_points
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from megatron_autoinstrument import MegatronInstrumentor, instrumentor, signals, targets
 
@@ -102,6 +108,166 @@ def test_paused_takes_everything_out_for_a_while_and_puts_it_back(megatron, trai
     with megatron.paused():  # not instrumented at all
         pass
     assert {name: vars(training)[name] for name in originals} == originals
+
+
+def test_of_pauses_that_overlap_the_last_one_ends_them(megatron, training, provider):
+    original = training.train_step
+    megatron.instrument(tracer_provider=provider)
+    first, second = megatron.paused(), megatron.paused()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert training.train_step is original
+    second.__exit__(None, None, None)
+    assert training.train_step is not original
+
+
+def test_a_signal_in_the_middle_of_a_switch_has_its_own_done_after_it(megatron, training, provider, monkeypatch):
+    original = training.train_step
+    install = instrumentor.LEDGER.install
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: megatron.uninstrument())
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGUSR1)
+        install(*args)
+
+    monkeypatch.setattr(instrumentor.LEDGER, "install", interrupted)
+    try:
+        megatron.instrument(tracer_provider=provider)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert training.train_step is original
+    assert not megatron.is_instrumented_by_opentelemetry
+
+
+def test_a_switch_that_another_thread_is_busy_with_is_waited_for_so_long_at_most_and_loses_none(
+    megatron, training, provider, monkeypatch
+):
+    monkeypatch.setattr(instrumentor, "_TURN_S", 0.05)
+    original = training.train_step
+    install, go_on = instrumentor.LEDGER.install, threading.Event()
+    monkeypatch.setattr(instrumentor.LEDGER, "install", lambda *args: (go_on.wait(10), install(*args)))
+    thread = threading.Thread(target=megatron.instrument, kwargs={"tracer_provider": provider})
+    thread.start()
+    megatron.uninstrument()  # gives up waiting
+    go_on.set()
+    thread.join()
+    assert training.train_step is original
+    assert not megatron.is_instrumented_by_opentelemetry
+
+
+def test_uninstrumented_in_mid_run_training_does_not_wait_for_the_exporter(
+    megatron, fake_module, provider, exporter, monkeypatch
+):
+    training = fake_module("megatron.training.training", "def train(inside):\n    inside()\n    inside()\n" + SOURCE)
+    export, go_on = exporter.export, threading.Event()
+    monkeypatch.setattr(exporter, "export", lambda spans: (go_on.wait(10), export(spans))[1])
+    took = []
+
+    def step():
+        if megatron.is_instrumented_by_opentelemetry:
+            instrumentor.RECORDER.end(instrumentor.RECORDER.begin("megatron.microbatch.forward", "frequent"))
+            start = time.monotonic()
+            megatron.uninstrument()
+            took.append(time.monotonic() - start)
+        go_on.set()
+
+    megatron.instrument(tracer_provider=provider)
+    training.train(step)
+    assert took[0] < 1
+    assert set(spans(exporter)) == {"megatron.microbatch.forward", "megatron.train"}
+
+
+def test_uninstrumented_by_another_thread_sigterm_does_as_before_and_the_main_thread_can_put_it_back(
+    megatron, training, provider
+):
+    previous = []
+    before = signal.signal(signal.SIGTERM, lambda *args: previous.append(args))
+    try:
+        theirs = signal.getsignal(signal.SIGTERM)
+        megatron.instrument(tracer_provider=provider)
+        training.train_step("model")
+        assert signal.getsignal(signal.SIGTERM) == signals.TERMINATION._handle
+        thread = threading.Thread(target=megatron.uninstrument)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGTERM)
+        assert len(previous) == 1
+        megatron.uninstrument()
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_switched_at_any_time_by_threads_and_signals_training_goes_on_and_no_record_is_left(
+    megatron, fake_module, exporter, monkeypatch
+):
+    provider = TracerProvider()  # one that exports beside training: a handler could interrupt that otherwise
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    monkeypatch.setattr(logging.getLogger("opentelemetry.instrumentation.instrumentor"), "disabled", True)
+    training = fake_module(
+        "megatron.training.training",
+        "def train(steps):\n    for step in steps:\n        assert train_step(step, step) == step\n" + SOURCE,
+    )
+    originals = vars(training).copy()
+    end = time.monotonic() + 0.5
+    switches = 0
+
+    def switch(draw):
+        nonlocal switches
+        switches += 1
+        what = draw.choice([megatron.uninstrument, lambda: megatron.instrument(tracer_provider=provider), None])
+        if what is not None:
+            what()
+        else:
+            with megatron.paused():
+                pass
+
+    def run(seed):
+        draw = random.Random(seed)
+        while time.monotonic() < end:
+            time.sleep(draw.random() * 0.002)
+            switch(draw)
+
+    def alarm(number, frame, draw=random.Random(2)):  # noqa: B008
+        switch(draw)
+        if time.monotonic() < end:
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.004))
+
+    def steps():
+        step = 0
+        while time.monotonic() < end:
+            step += 1
+            yield step
+
+    megatron.instrument(tracer_provider=provider)
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        for thread in threads:
+            thread.start()
+        training.train(steps())
+        for thread in threads:
+            thread.join()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    megatron.uninstrument()
+    provider.shutdown()
+    assert switches > 20
+    assert {name: vars(training)[name] for name in originals} == originals
+    assert instrumentor.RECORDER.current is None
+    assert instrumentor.RECORDER._held is None
+    assert instrumentor.RECORDER.dropped == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finished = exporter.get_finished_spans()
+    names = {span.context.span_id: span.name for span in finished}
+    assert {(span.name, names[span.parent.span_id] if span.parent else None) for span in finished} <= {
+        ("megatron.train", None),
+        ("megatron.train_step", None),
+        ("megatron.train_step", "megatron.train"),
+    }
 
 
 def test_instrument_before_import(megatron, monkeypatch, tmp_path, provider, exporter):

@@ -1,8 +1,10 @@
 """Instruments, imports more, binds names, trains, uninstruments, and prints as JSON what is not as it was before.
 
-With CONTROL=1 it does all that without instrumenting: what Megatron itself changes.
+With CONTROL=1 it does all that without instrumenting: what Megatron itself changes. Before, it instruments for each
+span group alone and for all others, and prints what is replaced then.
 """
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -12,8 +14,9 @@ import pickle
 import sys
 
 import pretrain_tiny_gpt
+import wrapt
 
-from megatron_autoinstrument import MegatronInstrumentor, instrumentor
+from megatron_autoinstrument import MegatronInstrumentor, groups, instrumentor, patching
 from megatron_autoinstrument.targets import SEAMS
 
 CONTROL = os.environ.get("CONTROL") == "1"
@@ -78,7 +81,60 @@ def bound_methods():
     return problems
 
 
+def functions():
+    """What each seam names now, where this Megatron has it."""
+    found = {}
+    for seam in SEAMS:
+        module = sys.modules.get(seam.module)
+        if module is None or (seam.unless and patching._exists(module, seam.unless)):
+            continue
+        with contextlib.suppress(AttributeError):
+            holder, _, function = wrapt.resolve_path(module, seam.path)
+            if patching._can_wrap(holder, function):
+                found[seam] = function
+    return found
+
+
+def replaced_with(wanted, environment):
+    """Which seams' functions are others with these settings, against those that need one of the groups `wanted`;
+    and what else of Megatron is."""
+    everything, originals, kept = state(), functions(), os.environ.copy()
+    os.environ.update(environment)
+    MegatronInstrumentor().instrument()
+    os.environ.clear()
+    os.environ.update(kept)
+    instrumented, now = state(), functions()
+    MegatronInstrumentor().uninstrument()
+    named = {id(function) for function in originals.values()}
+    return {
+        "replaced": sorted({str(seam.path) for seam in originals if now[seam] is not originals[seam]}),
+        "needed": sorted({str(seam.path) for seam in originals if seam.groups & (wanted | {groups.FLAGS})}),
+        "besides": sorted(
+            ".".join(key)
+            for key, value in everything.items()
+            if instrumented[key] is not value and id(value) not in named
+        ),
+        "left": sorted(".".join(key) for key, value in state().items() if everything.get(key) is not value),
+    }
+
+
+def by_settings():
+    every = set(groups.GROUPS)
+    cases = {f"{group} alone": {group} for group in every} | {f"all but {group}": every - {group} for group in every}
+    off = {"MEGATRON_OTEL_METRICS_ENABLED": "0"}
+    return {
+        name: replaced_with(on, {**off, "MEGATRON_OTEL_SPAN_GROUPS": ",".join(sorted(on))})
+        for name, on in cases.items()
+    } | {
+        "turned off": replaced_with(set(), {"MEGATRON_OTEL_ENABLED": "0"}),
+        "a rank that doesn't export": replaced_with(
+            set(), {"WORLD_SIZE": "2", "MEGATRON_OTEL_RANK_STRATEGY": "single_rank"}
+        ),
+    }
+
+
 bound_before = pretrain_tiny_gpt.pretrain
+settings = {} if CONTROL else by_settings()
 before = state()
 if not CONTROL:
     MegatronInstrumentor().instrument()
@@ -107,6 +163,7 @@ print(
                 ".".join(key) for key in before if key not in after or after[key] is not before[key]
             ),
             "wrappers_left": sorted(".".join(key) for key, value in after.items() if id(value) in wrappers),
+            "settings": settings,
             "new_modules": sorted({key[0] for key in after} - {key[0] for key in before}),
         }
     ),
