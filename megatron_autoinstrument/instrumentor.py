@@ -89,11 +89,10 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
                 self._waiting = None
             _take_out()
             _stop_comparing()
-            RECORDER.release()
             if RECORDER.current is not None:
-                RECORDER.hand_on()
+                RECORDER.hand_on(release=True)
             else:
-                RECORDER.flush()
+                RECORDER.flush(release=True)
                 RECORDER.disconnect()
             signals.TERMINATION.uninstall()
         except Exception:

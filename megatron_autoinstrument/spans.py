@@ -170,8 +170,8 @@ class Recorder:
             self._keep(record)
         self.current = record
         if root is not None and not self._keeps(record, root):
-            self._muted_by = record
             self.mute(True)
+            self._muted_by = record  # last: who instruments anew between the two resets both
         return record
 
     def begin_together(self, names: Sequence[str], attributes: dict[str, Any]) -> list[Record] | None:
@@ -292,7 +292,8 @@ class Recorder:
         the application has a trace of its own around the run."""
         context = self.current.context if self.current is not None else None
         context = context or trace.get_current_span().get_span_context()
-        return self.traces is not None and (not context.is_valid or context.trace_id == self.traces.run)
+        traces = self.traces  # another thread may instrument anew
+        return traces is not None and (not context.is_valid or context.trace_id == traces.run)
 
     def scope(self) -> Identity | None:
         """Of the step or evaluation that is running, if any."""
@@ -340,6 +341,7 @@ class Recorder:
     def _get_ready(self) -> bool:
         if self.muted:
             return False
+        self._ready = True  # before: who instruments anew meanwhile has it connect once more
         try:
             self._connect_now()
         except Exception:
@@ -351,15 +353,14 @@ class Recorder:
             self._muted_by = None
             self.mute(True)
             return False
-        self._ready = True
         return True
 
     def _connect_now(self) -> None:
-        if self._connect is not None:
+        connect, self._connect = self._connect, None
+        if connect is not None:
             self.disconnect()
-            self._connection = self._connect()
+            self._connection = connect()
             self._connection.watch(lambda: self.drain(wait=False))
-            self._connect = None
         if self.traces is None and self._connection is not None:
             self.traces = self._plan(self._connection, self._run_number)
         if self._thread is None:
@@ -397,8 +398,9 @@ class Recorder:
             if at.root is not None:
                 return _Place(None, at.root, True, at.parent.context if at.parent is not None else None)
             at = at.parent
-        if self.traces is not None and (not self.traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
-            return _Place(None, self.traces.run)
+        traces = self.traces  # another thread may instrument anew
+        if traces is not None and (not traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
+            return _Place(None, traces.run)
         return _Place(None)
 
     def release(self, attributes: dict[str, Any] | None = None) -> None:
@@ -501,7 +503,7 @@ class Recorder:
             self._counted = lost
         return lost
 
-    def _ask(self, final: bool) -> _Request:
+    def _ask(self, final: bool, release: bool = False) -> _Request:
         """Asks our thread for a flush; the last one closes what is open, and there is one of it."""
         thread, connection = self._thread, self._connection
         assert thread is not None
@@ -513,6 +515,8 @@ class Recorder:
                     self.close_open_records(self._cut_off_by)
                 except Exception:
                     _logger.warning("What was still running could not be recorded.", exc_info=True)
+            elif release:
+                self.release()
             self.drain(final)
             connection.flush_spans(final)
 
@@ -607,12 +611,14 @@ class Recorder:
             self.end(current)
         self.release()
 
-    def flush(self, final: bool = False) -> bool:
+    def flush(self, final: bool = False, release: bool = False) -> bool:
         """Has our thread hand on and export what is closed, and waits for that within the connection's bound. What
         is lost is counted and reported.
 
         Args:
             final: Whether this is the last time: what is open is given up, and the provider shut down if it is ours.
+            release: Whether to end the span that is held: in our thread, since a signal handler that asks for it may
+                have interrupted a span processor.
 
         Returns:
             Whether all was exported in time.
@@ -620,7 +626,7 @@ class Recorder:
         thread, connection = self._thread, self._connection
         if thread is None or connection is None:
             return True
-        spans = self._ask(final)
+        spans = self._ask(final, release)
         reserve = _OTHERS_S if self._other_thread is not None else 0.0
         spans.answered.wait(spans.deadline - reserve - monotonic())
         lost = self._count_lost(final)
@@ -649,10 +655,10 @@ class Recorder:
         if self._thread is not None and self._connection is not None:
             self._ask(final=False).answered.wait(seconds)
 
-    def hand_on(self) -> None:
-        """Has our thread export what is closed, and doesn't wait. A signal handler may call it."""
+    def hand_on(self, release: bool = False) -> None:
+        """Has our thread export what is closed, and doesn't wait; see `flush`. A signal handler may call it."""
         if self._thread is not None and self._connection is not None:
-            self._ask(final=False)
+            self._ask(final=False, release=release)
 
     def cut_off(self, by: str, hurried: Callable[[], bool]) -> None:
         """A signal ends the process: does what `exit` does, or joins it. A signal handler may call it: only our threads

@@ -149,18 +149,3 @@ def test_a_seam_that_this_megatron_lacks_is_reported_once_on_each_rank_and_costs
     lines = [line for line in with_faults().ours() if name in line]
     assert len(lines) == 2
     assert all(" INFO This Megatron has no megatron." in line for line in lines)
-
-
-def test_uninstrument_and_instrument_again_in_mid_run_leave_a_gap_and_whole_spans_around_it():
-    run = train(*PIPELINE, way=PLAIN, script=SCRIPTS / "in_mid_run.py")
-    assert run.status == 0, run.output[-3000:]
-    assert run.losses == plain_losses(*PIPELINE)
-    for rank in run.ranks:
-        steps = [span for span in run.of(rank) if span.name == "megatron.train_step"]
-        assert [step.attributes["megatron.iteration"] for step in steps] == [1, 2, 3, 6]
-        # The loop has held the schedule's wrapper in a local since before: it came alive again.
-        assert [step.children[0].name for step in steps] == ["megatron.forward_backward"] * 4
-        assert run.counts(rank)["megatron.pretrain"] == run.counts(rank)["megatron.train"] == 1
-        # Those open when it was taken back closed when their call ended; those begun before it came again have none.
-        forwards = run.counts(rank)["megatron.microbatch.forward"]
-        assert forwards == (2 * 4 + 1) + 3 + 4 + 3 * 2 * 4
