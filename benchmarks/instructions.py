@@ -1,5 +1,5 @@
 """per_call.py's table in instructions in place of time, counted by valgrind's callgrind: the same on a busy machine,
-within about one per cent. It wants valgrind, and takes half a minute.
+to a part in a thousand. It wants valgrind, and takes half a minute.
 """
 
 import contextlib
@@ -17,35 +17,39 @@ from opentelemetry import trace
 
 from megatron_autoinstrument.spans import RECORDER
 
-CALLS, ROUNDS = 500, 5  # fewer calls than a batch processor takes before it exports; the first round warms up
+CALLS, ROUNDS = 500, 4  # fewer calls than a batch processor takes before it exports; the first round warms up
 OUT = "BENCHMARK_CALLGRIND_OUT"
 dumps = 0
 
 
-def counted():
-    """Thousands of instructions, all threads, since the last time: callgrind writes them down where getpgrp runs."""
+def mark():
+    """Has callgrind write down what was executed, by all threads, since the last mark; returns the file's name."""
     global dumps
     os.getpgrp()
     dumps += 1
-    dump = Path(f"{os.environ[OUT]}.{dumps}")
-    count = next(line for line in dump.read_text().splitlines() if line.startswith("totals:"))
-    return int(count.split()[1]) / 1000
+    return f"{os.environ[OUT]}.{dumps}"
+
+
+def instructions(dump):
+    return next(int(line.split()[1]) for line in Path(dump).read_text().splitlines() if line.startswith("totals:"))
 
 
 def measure(calls):
-    """As per_call.measure: the least of one call of each, and with what other threads do of it."""
+    """As per_call.measure, in thousands of instructions."""
     calling, total = dict.fromkeys(calls, 1e9), dict.fromkeys(calls, 1e9)
     gc.disable()
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            counted()
+            mark()
             for _ in range(CALLS):
                 call()
-            called = counted() / CALLS
+            called = mark()
             RECORDER.flush()
             trace.get_tracer_provider().force_flush()
-            calling[name] = min(calling[name], called)
-            total[name] = min(total[name], called + counted() / CALLS)
+            flushed = mark()
+            used = instructions(called) / CALLS / 1000
+            calling[name] = min(calling[name], used)
+            total[name] = min(total[name], used + instructions(flushed) / CALLS / 1000)
         gc.collect()
     return calling, total
 
