@@ -12,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import per_call
 from opentelemetry import trace
 
 from megatron_autoinstrument.spans import RECORDER
@@ -20,6 +19,11 @@ from megatron_autoinstrument.spans import RECORDER
 CALLS, ROUNDS = 500, 4  # fewer calls than a batch processor takes before it exports; the first round warms up
 OUT = "BENCHMARK_CALLGRIND_OUT"
 dumps = 0
+
+
+def callgrind(command, out, *options):
+    """The command to run `command` with its instructions counted."""
+    return ["valgrind", "-q", "--tool=callgrind", f"--callgrind-out-file={out}", *options, *command]
 
 
 def mark():
@@ -31,6 +35,7 @@ def mark():
 
 
 def instructions(dump):
+    """What callgrind counted in a file that it wrote."""
     return next(int(line.split()[1]) for line in Path(dump).read_text().splitlines() if line.startswith("totals:"))
 
 
@@ -56,6 +61,8 @@ def measure(calls):
 
 def main():
     if OUT in os.environ:
+        import per_call
+
         per_call.measure = measure
         with contextlib.redirect_stdout(io.StringIO()) as table:
             per_call.main()
@@ -66,9 +73,8 @@ def main():
         return 0
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
-        command = ["valgrind", "-q", "--tool=callgrind", "--dump-before=getpgrp", f"--callgrind-out-file={out}"]
-        environment = {**os.environ, OUT: out, "PYTHONHASHSEED": "0"}
-        return subprocess.run([*command, sys.executable, __file__], env=environment).returncode
+        command = callgrind([sys.executable, __file__], out, "--dump-before=getpgrp")
+        return subprocess.run(command, env={**os.environ, OUT: out, "PYTHONHASHSEED": "0"}).returncode
 
 
 if __name__ == "__main__":

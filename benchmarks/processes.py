@@ -20,6 +20,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import grpc
+from instructions import callgrind, instructions
 
 from megatron_autoinstrument.ab import overhead
 
@@ -70,8 +71,8 @@ before = resident()
 {SDK}
 tracers, meters = TracerProvider(), MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())])
 tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-tracers.get_tracer("").start_span("").end()
-meters.get_meter("").create_counter("a").add(1)
+tracers.get_tracer("alone").start_span("").end()
+meters.get_meter("alone").create_counter("a").add(1)
 tracers.force_flush(), meters.force_flush()
 print(resident() - before)
 """
@@ -251,24 +252,32 @@ def typical(runs, preset, figure):
 
 
 def start_up():
-    """The time of each of PROCESSES, in ms, in turn."""
-    times = {name: [] for name in PROCESSES}
-    purelib = sysconfig.get_path("purelib")
+    """The times of each of PROCESSES in ms, in turn, and where they can be counted the millions of its instructions."""
+    times, counts = {name: [] for name in PROCESSES}, {}
     with tempfile.TemporaryDirectory() as with_pth, tempfile.TemporaryDirectory() as without:
         shutil.copy(ROOT / "megatron_autoinstrument.pth", with_pth)
-        for _ in range(STARTS + 1):
-            for name, (code, pth, on) in PROCESSES.items():
-                # Without site, which would run the .pth files of this environment too.
-                code = f"import site; site.addsitedir({with_pth if pth else without!r})\n{code}"
-                variables = {"MEGATRON_OTEL_ENABLED": "1"} if on else {}
+
+        def start(name, counted_in=None):
+            code, pth, on = PROCESSES[name]
+            # Without site, which would run the .pth files of this environment.
+            code = f"import site; site.addsitedir({with_pth if pth else without!r})\n{code}"
+            command = [sys.executable, "-S", "-c", code]
+            variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{sysconfig.get_path('purelib')}", "PYTHONHASHSEED": "0"}
+            subprocess.run(
+                callgrind(command, counted_in) if counted_in else command,
+                env=environment({**variables, **({"MEGATRON_OTEL_ENABLED": "1"} if on else {})}),
+                check=True,
+            )
+
+        for name in PROCESSES if shutil.which("valgrind") else ():
+            start(name, counted_in=f"{without}/out")
+            counts[name] = instructions(f"{without}/out") / 1e6
+        for _ in range(STARTS):
+            for name, measured in times.items():
                 started = time.perf_counter()
-                subprocess.run(
-                    [sys.executable, "-S", "-c", code],
-                    env=environment({"PYTHONPATH": f"{ROOT}{os.pathsep}{purelib}", **variables}),
-                    check=True,
-                )
-                times[name].append((time.perf_counter() - started) * 1000)
-    return {name: measured[1:] for name, measured in times.items()}
+                start(name)
+                measured.append((time.perf_counter() - started) * 1000)
+    return times, counts
 
 
 def sdk_alone_mib():
@@ -301,19 +310,24 @@ def main():
     told = re.search("megatron-autoinstrument, overhead: (.*)", ab.output)
     print(f"`MEGATRON_OTEL_AB={AB_BLOCK}` in one more run with `all`: {told[1] if told else 'nothing'}")
     print()
-    print("| one rank | resident at the last step, MiB | at most | end of training to end of process, ms |")
+    print("| one rank | resident at the last step, MiB | at most, MiB | from the last step to the end, ms |")
     print("|---|---|---|---|")
-    for preset in PRESETS:
-        resident, peak, exit_ms = (typical(runs, preset, f) for f in ("resident_mib", "peak_mib", "exit_ms"))
-        print(f"| {preset} | {resident:.1f} | {peak:.1f} | {exit_ms:.0f} |")
-    print(f"| OpenTelemetry and gRPC alone, beside torch | +{sdk_alone_mib():.1f} | | |")
+    figures = ("resident_mib", "peak_mib", "exit_ms")
+    plain = [typical(runs, "plain", figure) for figure in figures]
+    print(f"| plain | {' | '.join(f'{figure:.0f}' for figure in plain)} |")
+    for preset in PRESETS[1:]:
+        more = [typical(runs, preset, figure) - base for figure, base in zip(figures, plain, strict=True)]
+        print(f"| {preset} | {' | '.join(f'{figure:+.0f}' for figure in more)} |")
+    print(f"| OpenTelemetry and gRPC alone, beside torch | {sdk_alone_mib():+.0f} | | |")
     print()
-    print(f"| a process at its start, {STARTS} of each in turn | median, ms | least, ms |")
-    print("|---|---|---|")
-    times = start_up()
-    base = times.pop("nothing")
-    for name, measured in times.items():
-        print(f"| {name} | {median(measured) - median(base):+.1f} | {min(measured) - min(base):+.1f} |")
+    print(f"| beyond a bare Python, {STARTS} of each in turn | median, ms | least, ms | million instructions |")
+    print("|---|---|---|---|")
+    times, counts = start_up()
+    bare, *others = PROCESSES
+    for name in others:
+        typically, least = (figure(times[name]) - figure(times[bare]) for figure in (median, min))
+        counted = f"{counts[name] - counts[bare]:+.1f}" if counts else ""
+        print(f"| {name} | {typically:+.1f} | {least:+.1f} | {counted} |")
 
 
 if __name__ == "__main__":
