@@ -294,7 +294,7 @@ def main():
     runs = compare()
     ab = train("all", steps=AB_BLOCK * AB_BLOCKS, MEGATRON_OTEL_AB=str(AB_BLOCK))
     count = len(runs["plain"])
-    print(f"{RANKS} pipeline stages, {count} runs of {STEPS} steps of each, in turn; in brackets", end=" ")
+    print(f"{RANKS} pipeline stages, {STEPS} steps of each, {count} times, in turn; in brackets", end=" ")
     print("the 95 % confidence interval." if count >= 8 else "the least and the most (fewer than 8 runs).")
     print()
     print("| | step, ms | | CPU of both ranks in a step, ms | | spans in a step | bytes of spans |")
