@@ -1,5 +1,6 @@
 # `make demo` and `make test` set up all they need in .venv. They want a Python >= 3.12, which Megatron's wheels are for.
 PYTHON ?= $(shell .ci/find-python)
+NEMO_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python) python3.13)
 MEGATRON := 0.19.2
 OTHERS := 0.17.1 0.18.2
 CORE_ALONE := 0.16.1
@@ -12,13 +13,19 @@ export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 export CUDA_DEVICE_MAX_CONNECTIONS := 1
 
-.PHONY: demo test test-all test-unit test-processes test-megatron test-matrix lint clean
+.PHONY: demo benchmark test test-all test-unit test-processes test-megatron test-matrix lint clean
 
 demo: $(VENV)/megatron $(VENV)/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" MEGATRON_OTEL_SPAN_GROUPS=all MEGATRON_OTEL_RANK_STRATEGY=all_ranks \
 	  megatron-autoinstrument show -- \
 	  opentelemetry-instrument torchrun --nproc-per-node 2 fixtures/pretrain_tiny_gpt.py \
 	  $$(cat fixtures/tiny_gpt.args) --pipeline-model-parallel-size 2 --global-batch-size 6
+
+# The README's tables: a quarter of an hour, on a quiet machine.
+benchmark: $(VENV)/megatron $(VENV)/installed $(VENV)/nemo-lens
+	@python=$(VENV)/nemo-lens/bin/python; test -x $$python || python=$(BIN)/python; \
+	  for part in machine per_call instructions; do PYTHONPATH=. $$python benchmarks/$$part.py && echo || exit 1; done
+	@for part in machine processes; do $(BIN)/python benchmarks/$$part.py && echo || exit 1; done
 
 test: lint test-unit test-processes test-megatron
 
@@ -74,6 +81,12 @@ $(VENV)/megatron: $(VENV)/tools
 $(VENV)/megatron-%: $(VENV)/megatron
 	$(PIP) install --no-deps --target $@ megatron-core==$*
 	@touch $@
+
+# Megatron's own telemetry, to compare with: it wants Python 3.13. Apart, as this package stands aside where it is on.
+$(VENV)/nemo-lens: | $(BIN)/python
+	@$(NEMO_PYTHON) -m venv $@ && $@/bin/pip --disable-pip-version-check -q install nemo-lens==0.1.0 opentelemetry-sdk \
+	  opentelemetry-instrumentation opentelemetry-exporter-otlp-proto-grpc 'wrapt<3' || \
+	  { rm -rf $@; echo "No nemo-lens 0.1.0, or no Python 3.13 for it: make NEMO_PYTHON=/path/to/python3.13 benchmark"; }
 
 # Beside the newest, for PYTHONPATH: what opentelemetry-instrument was in the oldest supported release.
 $(VENV)/otel-oldest: $(VENV)/tools
