@@ -16,7 +16,8 @@ from opentelemetry import trace
 
 from megatron_autoinstrument.spans import RECORDER
 
-CALLS, ROUNDS = 500, 4  # fewer calls than a batch processor takes before it exports; the first round warms up
+CALLS = 500  # fewer than a batch processor takes before it exports
+ROUNDS = 4  # the first warms up
 OUT = "BENCHMARK_CALLGRIND_OUT"
 dumps = 0
 
@@ -39,11 +40,11 @@ def instructions(dump):
     return next(int(line.split()[1]) for line in Path(dump).read_text().splitlines() if line.startswith("totals:"))
 
 
-def measure(calls):
+def measure(calls, rounds):
     """As per_call.measure, in thousands of instructions."""
     calling, total = dict.fromkeys(calls, 1e9), dict.fromkeys(calls, 1e9)
     gc.disable()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, call in calls.items():
             mark()
             for _ in range(CALLS):
@@ -63,7 +64,7 @@ def main():
     if OUT in os.environ:
         import per_call
 
-        per_call.measure = measure
+        per_call.measure, per_call.ROUNDS = measure, ROUNDS
         with contextlib.redirect_stdout(io.StringIO()) as table:
             per_call.main()
         print(table.getvalue().replace("µs per call", "thousand instructions per call"), end="")

@@ -21,6 +21,7 @@ from megatron_autoinstrument.spans import LIVE, RECORDER, span
 
 CALLS, ROUNDS = 2_000, 15
 NAME = "megatron.microbatch.forward"
+MODULE = "megatron.benchmark"
 
 
 class Encoding(SpanExporter):
@@ -32,8 +33,8 @@ class Encoding(SpanExporter):
 
 
 def measure(calls, rounds):
-    """What one call of each takes beyond the first's, in µs: the least time, and the least CPU time of all threads. In
-    turn, so that what the machine does else falls on all of them alike."""
+    """Of one call of each, in µs: the least time, and the least CPU time of all threads. In turn, so that what the
+    machine does else falls on all of them alike."""
     wall, cpu = dict.fromkeys(calls, 1e9), dict.fromkeys(calls, 1e9)
     gc.disable()
     for _ in range(rounds):
@@ -47,13 +48,20 @@ def measure(calls, rounds):
             wall[name] = min(wall[name], took / CALLS * 1e6)
             cpu[name] = min(cpu[name], (time.process_time() - used) / CALLS * 1e6)
         gc.collect()
-    first, *others = calls
-    return {name: (wall[name] - wall[first], cpu[name] - cpu[first]) for name in others}
+    return wall, cpu
+
+
+def beyond_nothing(calls, rounds):
+    """What `measure` finds, less a bare call."""
+    bare = sys.modules[MODULE].bare
+    calls = {"nothing": lambda: bare(1, current_microbatch=3), **calls}
+    figures = measure(calls, rounds)
+    return {name: [figure[name] - figure["nothing"] for figure in figures] for name in list(calls)[1:]}
 
 
 def costs(rounds):
-    """Of a call of each kind, in µs: on the thread that calls, and of all threads."""
-    module = sys.modules["megatron.benchmark"] = types.ModuleType("megatron.benchmark")
+    """Of a call of each kind: on the thread that calls, and of all threads."""
+    module = sys.modules[MODULE] = types.ModuleType(MODULE)
     source = "def {}(x, current_microbatch=None): return x\n"
     exec("".join(map(source.format, ("bare", "frequent", "coarse", "off"))), vars(module))
     # As many attributes as a run's resource has.
@@ -65,9 +73,9 @@ def costs(rounds):
     ledger = Ledger()
     attributes = {"megatron.microbatch_id": "current_microbatch"}
     seams = [
-        Seam(module.__name__, "frequent", {"microbatch"}, span(NAME, given=attributes)),
-        Seam(module.__name__, "coarse", {"step"}, span("megatron.forward_backward", live=True)),
-        Seam(module.__name__, "off", {"step"}, span("megatron.optimizer_step", live=True)),
+        Seam(MODULE, "frequent", {"microbatch"}, span(NAME, given=attributes)),
+        Seam(MODULE, "coarse", {"step"}, span("megatron.forward_backward", live=True)),
+        Seam(MODULE, "off", {"step"}, span("megatron.optimizer_step", live=True)),
     ]
     ledger.install(seams, frozenset({"microbatch", "forward_backward", "step", "optimizer"}))
     off = module.off
@@ -76,7 +84,6 @@ def costs(rounds):
         with trace.get_tracer("reference").start_as_current_span(NAME):
             module.bare(1, current_microbatch=3)
 
-    nothing = {"nothing": lambda: module.bare(1, current_microbatch=3)}
     calls = {
         "a frequent span": lambda: module.frequent(1, current_microbatch=3),
         "a coarse span": lambda: module.coarse(1, current_microbatch=3),
@@ -91,11 +98,11 @@ def costs(rounds):
         theirs = helpers.trace_fn("microbatch", NAME)(module.bare)
         calls["nemo-lens's `trace_fn`"] = lambda: theirs(1, current_microbatch=3)
     inside = RECORDER.begin("megatron.train", LIVE)  # as all of them are in a run
-    found = measure({**nothing, **calls}, rounds)
+    found = beyond_nothing(calls, rounds)
     RECORDER.end(inside)
     ledger.uninstall()
     calls = {"a wrapper that somebody kept after `uninstrument()`": lambda: off(1, current_microbatch=3)}
-    return found | measure({**nothing, **calls}, rounds)
+    return found | beyond_nothing(calls, rounds)
 
 
 def main():

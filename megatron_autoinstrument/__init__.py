@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from megatron_autoinstrument.version import __version__
 
+TYPE_CHECKING = False  # typing's own takes long to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor
     from megatron_autoinstrument.ranks import register_rank_strategy
     from megatron_autoinstrument.sampling import register_sampling_strategy
@@ -24,5 +24,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # The wheel's .pth line imports this package in every Python process; OpenTelemetry it must not.
     if name in _HOMES:
+        import importlib
+
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

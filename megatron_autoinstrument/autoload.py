@@ -1,21 +1,18 @@
 """What runs where nobody calls `instrument()`: the wheel's `.pth` line, and our part in torchrun's launcher.
 
-Standard library only, and next to nothing until Megatron is imported: it loads in every Python process.
+Next to nothing until Megatron is imported: it loads in every Python process, and imports what it needs only then.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import os
 import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
-from megatron_autoinstrument import config, ranks
-
-_logger = logging.getLogger(__name__)
+TYPE_CHECKING = False  # typing's own takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
 
 
 class _BeforeMegatron:
@@ -34,7 +31,11 @@ class _BeforeMegatron:
             try:
                 call()
             except Exception:
-                _logger.warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
+                import logging
+
+                logging.getLogger(__name__).warning(
+                    "Could not instrument Megatron; nothing is recorded.", exc_info=True
+                )
 
 
 def before_megatron(call: Callable[[], None]) -> _BeforeMegatron:
@@ -57,6 +58,8 @@ def from_pth() -> None:
 
 
 def _instrument_if_enabled() -> None:
+    from megatron_autoinstrument import config, ranks
+
     on = config.enabled(warn=ranks.current().rank == 0)
     flagged = any(argument.startswith("--otel-") for argument in sys.argv)
     if not on and not flagged:
@@ -83,9 +86,15 @@ def keep_for_workers() -> None:
     that, and in a launcher puts it back. A rank's own children are left as they are.
     """
     launches = any(launcher in argument for argument in sys.orig_argv for launcher in _LAUNCHERS)
-    if "RANK" in os.environ or not launches or config.enabled(warn=False) is False:
+    if "RANK" in os.environ or not launches:
         return
+    import importlib.util
+
+    from megatron_autoinstrument import config
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor
+
+    if config.enabled(warn=False) is False:
+        return
 
     spec = importlib.util.find_spec("opentelemetry.instrumentation.auto_instrumentation")
     if spec is None or spec.origin is None or not MegatronInstrumentor().is_instrumented_by_opentelemetry:

@@ -21,9 +21,9 @@ def megatron(tmp_path):
     return tmp_path
 
 
-def python(code, path, **environment):
+def python(code, path, *options, **environment):
     environment = {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *options, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout.split()
@@ -52,6 +52,20 @@ def test_the_pth_line_waits_for_megatron_before_it_imports_opentelemetry(megatro
     line = PTH.read_text()
     printed = python(STATE.format(before=f"exec({line!r}); exec({line!r})"), megatron, **{name: "1"})
     assert printed == ["1", "False", "True"]
+
+
+def test_the_pth_line_that_waits_has_imported_nothing_but_itself(megatron):
+    printed = python(
+        "import os, sys; before = set(sys.modules)\n"
+        f"exec({PTH.read_text()!r})\n"
+        "print(*sorted(set(sys.modules) - before))",
+        megatron,
+        "-S",  # or that of this environment has run already
+        MEGATRON_OTEL_ENABLED="1",
+    )
+    package = "megatron_autoinstrument"
+    assert set(printed) <= {"__future__", package, f"{package}.autoload", f"{package}.version"}
+    assert f"{package}.autoload" in printed
 
 
 @pytest.mark.parametrize("value", ["0", "off"])
