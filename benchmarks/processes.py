@@ -26,7 +26,7 @@ from megatron_autoinstrument.ab import overhead
 
 ROOT = Path(__file__).parents[1]
 RANKS, WARM_UP, STEPS, ROUNDS = 2, 20, 100, 8
-AB_BLOCK, AB_BLOCKS = 20, 26
+AB_BLOCK, AB_BLOCKS = 10, 82
 TRAINING = [
     sys.executable,
     str(ROOT / "fixtures" / "pretrain_tiny_gpt.py"),
@@ -250,6 +250,13 @@ def added(runs, preset, figure):
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
+def in_one_run(preset):
+    """What a run finds out about itself by MEGATRON_OTEL_AB."""
+    run = train(preset, steps=AB_BLOCK * AB_BLOCKS, MEGATRON_OTEL_AB=str(AB_BLOCK))
+    found = re.search(r"overhead: (\S+ %) of a step, 95 % confidence interval (\S+ to \S+) %", run.output)
+    return f"{found[1]} ({found[2]})" if found else "too few steps"
+
+
 def typical(runs, preset, figure):
     return median(getattr(run, figure) for run in runs[preset])
 
@@ -292,26 +299,27 @@ def sdk_alone_mib():
 
 def main():
     runs = compare()
-    ab = train("all", steps=AB_BLOCK * AB_BLOCKS, MEGATRON_OTEL_AB=str(AB_BLOCK))
+    alternating = {preset: in_one_run(preset) for preset in PRESETS[1:]}
     count = len(runs["plain"])
     print(f"{RANKS} pipeline stages, {STEPS} steps of each, {count} times, in turn; in brackets", end=" ")
     print("the 95 % confidence interval." if count >= 8 else "the least and the most (fewer than 8 runs).")
     print()
-    print("| | step, ms | | CPU of both ranks in a step, ms | | spans in a step | bytes of spans |")
-    print("|---|---|---|---|---|---|---|")
+    print("| | spans in a step | bytes of them | step, ms | | least | ", end="")
+    print(f"`MEGATRON_OTEL_AB={AB_BLOCK}` in one run | CPU of both ranks in a step, ms | | least |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for preset in PRESETS:
         figures = {figure: typical(runs, preset, figure) for figure in Run._fields if figure != "output"}
         step, cpu = (added(runs, preset, f) if preset != "plain" else "" for f in ("step_ms", "cpu_ms"))
+        least = [min(getattr(run, figure) for run in runs[preset]) for figure in ("step_ms", "cpu_ms")]
         print(
-            f"| {preset} | {figures['step_ms']:.1f} | {step} | {figures['cpu_ms']:.1f} | {cpu} "
-            f"| {figures['spans']:.0f} | {figures['bytes']:,.0f} |"
+            f"| {preset} | {figures['spans']:.0f} | {figures['bytes']:,.0f} "
+            f"| {figures['step_ms']:.1f} | {step} | {least[0]:.1f} | {alternating.get(preset, '')} "
+            f"| {figures['cpu_ms']:.1f} | {cpu} | {least[1]:.1f} |"
         )
     print()
     extra = fmean(b.cpu_ms - a.cpu_ms for a, b in zip(runs["plain"], runs["all"], strict=True))
     print(f"With `all` that is {extra / typical(runs, 'all', 'spans') * 1000:.0f} µs of CPU per span.", end=" ")
     print(f"The collector took {typical(runs, 'all', 'collector_ms'):.1f} ms of CPU per step more, at low priority.")
-    told = re.search("megatron-autoinstrument, overhead: (.*)", ab.output)
-    print(f"`MEGATRON_OTEL_AB={AB_BLOCK}` in one more run with `all`: {told[1] if told else 'nothing'}")
     print()
     print("| one rank | resident at the last step, MiB | at most, MiB | from the last step to the end, ms |")
     print("|---|---|---|---|")

@@ -72,9 +72,9 @@ ends = pytest.mark.parametrize("name", ENDS)
 @cache
 def run_of(name, way=INSTRUMENT):
     end = ENDS[name]
-    environment = EVERYTHING if way == INSTRUMENT else {"MEGATRON_OTEL_ENABLED": "0"}
+    environment = {**(EVERYTHING if way == INSTRUMENT else {"MEGATRON_OTEL_ENABLED": "0"}), "END": end.end}
     script = SCRIPTS / "ending.py"
-    return train(*end.options, ranks=end.ranks, way=way, script=script, environment={**environment, "END": end.end})
+    return train(*end.options, ranks=end.ranks, torchrun=(), way=way, script=script, environment=environment)
 
 
 def codes(run):
@@ -125,7 +125,7 @@ def test_nothing_is_said_of_an_end_that_lost_nothing():
 def test_a_rank_that_is_killed_is_told_apart_from_the_one_that_takes_its_place():
     run = train(
         *PIPELINE,
-        launcher=("--max-restarts", "1"),
+        torchrun=("--max-restarts", "1"),
         script=SCRIPTS / "ending.py",
         environment={
             **EVERYTHING,

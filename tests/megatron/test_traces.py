@@ -195,7 +195,7 @@ def test_a_rank_that_exports_alone_links_to_steps_and_says_that_their_spans_are_
 def test_a_restarted_run_is_told_apart():
     run = run_with(
         *PIPELINE,
-        launcher=("--max-restarts", "1"),
+        torchrun=("--max-restarts", "1"),
         script=SCRIPTS / "crashing_once.py",
         environment=(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),),  # else gloo finds the first attempt's addresses
     )

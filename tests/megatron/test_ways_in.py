@@ -21,7 +21,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way_records_the_workers_and_leaves_the_losses_alone(name):
-    run = train(*PIPELINE, **WAYS[name])
+    run = train(*PIPELINE, torchrun=(), **WAYS[name])
     assert run.status == 0, run.output[-3000:]
     assert run.losses == plain_losses(*PIPELINE)
     assert run.ranks == [0, 1]
@@ -45,7 +45,7 @@ def test_each_way_records_the_workers_and_leaves_the_losses_alone(name):
 
 @cache
 def killed(way):
-    run = train(*PIPELINE, way=way, environment={**EVERYTHING, "MEGATRON_OTEL_ENABLED": "0"})
+    run = train(*PIPELINE, torchrun=(), way=way, environment={**EVERYTHING, "MEGATRON_OTEL_ENABLED": "0"})
     assert run.status == 0, run.output[-3000:]
     return run
 
