@@ -62,7 +62,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
         """In mid-run nobody waits for what was recorded to be exported; else that takes 10 s at most."""
         _in_turn(functools.partial(super().uninstrument, **kwargs))
         if not self.is_instrumented_by_opentelemetry:
-            signals.TERMINATION.uninstall()  # once more: the turn may have been another thread's
+            _guarded(signals.TERMINATION.uninstall)  # once more: the turn may have been another thread's
 
     def _instrument(self, **kwargs: Any) -> None:
         """
@@ -130,11 +130,21 @@ def _in_turn(switch: Callable[[], None]) -> None:
             _busy = True
             try:
                 while _asked:  # a signal handler may have run them since the last look
-                    _asked.popleft()()
+                    _guarded(_asked.popleft())
             finally:
                 _busy = False
     finally:
         _switching.release()
+
+
+def _guarded(switch: Callable[[], None]) -> None:
+    try:
+        switch()
+    except Exception:
+        if patching.reraise_internal_errors:
+            raise
+        LEDGER.silence()
+        _logger.warning("Switching the instrumentation failed; it is silent from here on.", exc_info=True)
 
 
 _pauses = 0

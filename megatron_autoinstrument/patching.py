@@ -203,7 +203,7 @@ class Ledger:
         """Makes every wrapper pass through, and leaves it in place."""
         self._wanted.clear()
         self.groups = frozenset()
-        for patch in self._made():
+        for patch in list(self._patches.values()):  # a guard calls this, so that it calls nothing of ours
             patch.hook = None
 
     def _on_import(self, module: ModuleType) -> None:

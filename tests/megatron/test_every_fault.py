@@ -12,12 +12,12 @@ OPTIONS = (
 # They run once in a process, and did so before their turn came; or in our thread, where this way of failing misses
 # them.
 ONCE = {"autoload.py:forget", "metrics.py:_create", "ranks.py:records.<locals>.<genexpr>"}
-ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of"}
+ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of", "direct.py:Direct.end"}
 # What fails in our own threads is told once in a process, not each time.
 IN_OUR_THREADS = re.compile(
     r"exporting\.py:|sdk\.py:|signals\.py:(Termination\._watch|Termination\._is_current|_next|_set_action)$|"
     r"ids\.py:PrivateIdGenerator|traces\.py:|"
-    r"spans\.py:(Recorder\.(drain|_emit|_start|_place|_hand_on|_lost|_count_lost|_still_open|_connect_now\.|_ask)|_context_of|_mark)"
+    r"spans\.py:(Recorder\.(flush\.|drain|_emit|_start|_place|_hand_on|_lost|_count_lost|_still_open|_connect_now\.|_ask)|_context_of|_mark)"
 )
 ALL_SIGNALS = {
     **EVERYTHING,
@@ -62,6 +62,7 @@ def test_each_failure_is_reported_and_names_the_part_that_is_off():
                 continue
             assert re.match(
                 r"['\"](Recording of [\w.]+ failed and is off|Could not (instrument|take the instr)|SIGTERM can't|"
+                r"Switching the instrumentation failed|"
                 r"OpenTelemetry could not be set up|No (traces|metrics|logs) are recorded|"
                 r"Exporting [\w ]+ failed|Exporting took too long|\d+ spans were dropped)",
                 first,

@@ -4,6 +4,7 @@ The first steps only look which functions run. From then on each step instrument
 first instruction, whenever it is called. What runs before the first step or after the last is not reached so.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -12,12 +13,15 @@ import types
 import pretrain_tiny_gpt
 
 from megatron_autoinstrument import MegatronInstrumentor
+from megatron_autoinstrument.spans import RECORDER
 
 LOOKING = 4  # steps, an evaluation among them
 # The guards themselves: what they call is what they guard.
 GUARDS = {"_wrap.<locals>.wrapper", "_end", "_turn_off", "Ledger.silence", "Recorder._get_ready"}
 GUARDS |= {"_Thread._run", "_Thread._do"}
-GUARDS |= {f"MegatronInstrumentor.{name}" for name in ("_instrument", "_uninstrument", "instrumentation_dependencies")}
+GUARDS |= {f"MegatronInstrumentor.{name}" for name in ("instrument", "_instrument", "uninstrument", "_uninstrument")}
+GUARDS |= {"MegatronInstrumentor.instrumentation_dependencies", "_in_turn", "_guarded"}
+GUARDS |= {"Recorder.flush"}  # called here
 TOOL = sys.monitoring.DEBUGGER_ID
 EVENT = sys.monitoring.events.PY_START
 
@@ -92,6 +96,10 @@ def boundary():
             sys.monitoring.set_local_events(TOOL, code, EVENT)
         logging.getLogger("megatron_autoinstrument").addHandler(Handler())
         logging.getLogger("megatron_autoinstrument").propagate = False
+    if step > 1:
+        # What our threads do from time to time they are to do in each step.
+        with contextlib.suppress(RuntimeError):
+            RECORDER.flush()
     if step < LOOKING:
         if step == 2:
             anew()
