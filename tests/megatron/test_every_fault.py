@@ -13,6 +13,7 @@ OPTIONS = (
 # them.
 ONCE = {"autoload.py:forget", "metrics.py:_create", "ranks.py:records.<locals>.<genexpr>"}
 ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of", "direct.py:Direct.end"}
+ONCE |= {"spans.py:Recorder._hand_on"}  # each half second, which may be in another step
 # What fails in our own threads is told once in a process, not each time.
 IN_OUR_THREADS = re.compile(
     r"exporting\.py:|sdk\.py:|signals\.py:(Termination\._watch|Termination\._is_current|_next|_set_action)$|"
