@@ -89,6 +89,7 @@ def train(
     environment: Mapping[str, str] = EVERYTHING,
     otel: Path | None = None,
     megatron: Path | None = _MEGATRON,
+    first: Path | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Run:
     """Trains the tiny GPT.
@@ -101,6 +102,7 @@ def train(
         environment: Variables to set.
         otel: A folder with another OpenTelemetry, to be preferred.
         megatron: A folder with another Megatron, likewise.
+        first: A folder to be preferred to both.
     """
     tiny = (FIXTURES / "tiny_gpt.args").read_text().split()
     rank = [script, *tiny, *options]
@@ -116,7 +118,7 @@ def train(
             command,
             {
                 **base,
-                "PYTHONPATH": os.pathsep.join(str(path) for path in (otel, megatron, FIXTURES) if path),
+                "PYTHONPATH": os.pathsep.join(str(path) for path in (first, otel, megatron, FIXTURES) if path),
                 "TORCHDYNAMO_DISABLE": "1",
                 "OMP_NUM_THREADS": "1",
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",

@@ -81,7 +81,7 @@ def test_without_a_distro_under_opentelemetry_instrument_the_providers_are_ours(
     folder = tmp_path / "opentelemetry_distro-99.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: opentelemetry-distro\nVersion: 99\n")
-    run = train(ranks=1, way=INSTRUMENT, megatron=tmp_path, environment=EVERYTHING)
+    run = train(ranks=1, way=INSTRUMENT, first=tmp_path, environment=EVERYTHING)
     assert run.status == 0, run.output[-3000:]
     assert run.counts(0)["megatron.train_step"] == 6
     assert "telemetry.auto.version" not in run.spans[0].resource  # what their distro adds
