@@ -38,11 +38,11 @@ copy_ = torch.Tensor.copy_
 def counted(self, source, **kwargs):
     # Both directions name non_blocking, and nothing else here copies.
     copies["reload" if source.data_ptr() in on_host else "offload"] += 1
-    on_host.add(self.data_ptr())
+    on_host[self.data_ptr()] = self.untyped_storage()  # kept, or another tensor would get its address
     return copy_(self, source, **kwargs)
 
 
-on_host = set()
+on_host = {}
 torch.Tensor.copy_ = counted
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
