@@ -25,9 +25,6 @@ class HashedOnce(Resource):
         super().__init__(resource.attributes, resource.schema_url)
         self._hash = super().__hash__()
 
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other)
-
     def __hash__(self) -> int:
         return self._hash
 
@@ -160,10 +157,10 @@ def _context(parent: SpanContext, span_id: int | None) -> SpanContext:
 
 def _is_the_sdks(sampler: Any) -> bool:
     """Whether it keeps all that is inside a span that it kept."""
+    if not isinstance(sampler, (StaticSampler, TraceIdRatioBased, ParentBased)):
+        return False
     parts = [part for part in vars(sampler).values() if isinstance(part, Sampler)]
-    return isinstance(sampler, (StaticSampler, TraceIdRatioBased, ParentBased)) and all(
-        type(part).__module__ == Sampler.__module__ for part in (sampler, *parts)
-    )
+    return all(type(part).__module__ == Sampler.__module__ for part in (sampler, *parts))
 
 
 def _has_room(limits: Any) -> bool:

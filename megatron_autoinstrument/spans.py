@@ -376,17 +376,18 @@ class Recorder:
     def _open(self, record: Record) -> None:
         assert self._connection is not None
         place = self._place(record)
+        described = _described(record, place)
         context: context_api.Context | None = None
         span: trace.Span | None = None
         current = trace.get_current_span().get_span_context()
         if current is place.parent:
-            span = self._connection.direct.start(current, *_described(record, place))
+            span = self._connection.direct.start(current, *described)
         elif place.opens_step:
             context = trace.set_span_in_context(trace.INVALID_SPAN)
         elif not current.is_valid:
             context = _context_of(place.parent)
         if span is None:
-            span = self._connection.start_span(context, place.trace, *_described(record, place))
+            span = self._connection.start_span(context, place.trace, *described)
         record.span = span
         record.token = context_api.attach(trace.set_span_in_context(span))
 

@@ -112,6 +112,13 @@ class Everything(Sampler):
         return "everything"
 
 
+class Bare:
+    """Somebody's own, that is no subclass and has no `__dict__`."""
+
+    __slots__ = ()
+    should_sample, get_description = Everything.should_sample, Everything.get_description
+
+
 class Own(SpanProcessor):
     """Somebody's own."""
 
@@ -148,6 +155,7 @@ def test_the_sdks_own_samplers_need_not_be_asked_for_each_span(sampler, exporter
     "chosen",
     [
         {"sampler": Everything()},
+        {"sampler": Bare()},
         {"sampler": ParentBased(ALWAYS_ON, local_parent_sampled=Everything())},
         {"span_limits": SpanLimits(max_span_attributes=1)},
         {"span_limits": SpanLimits(max_attribute_length=1)},
@@ -162,7 +170,7 @@ def test_someones_own_sampler_limits_or_ids_get_every_span(chosen, exporter, mad
     spans = recorded(provider, exporter)
     assert len(spans) == 4
     assert not made_directly
-    if isinstance(chosen.get("sampler"), Everything):
+    if isinstance(chosen.get("sampler"), (Everything, Bare)):
         assert [span.attributes["sampled"] for span in spans.values()] == list(spans)
     if "span_limits" in chosen:
         assert all(
