@@ -246,14 +246,14 @@ def added(runs, preset, figure):
     """By how much a figure is above plain's of the same round, and in which range nearly all of that is."""
     off, on = ([getattr(run, figure) for run in runs[name]] for name in ("plain", preset))
     percents = [(b - a) / a * 100 for a, b in zip(off, on, strict=True)]
-    mean, low, high, _ = overhead(list(zip(off, on, strict=True))) or (fmean(percents), min(percents), max(percents), 0)
-    return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
+    typical, low, high, *_ = overhead(zip(off, on, strict=True)) or (median(percents), min(percents), max(percents))
+    return f"{typical:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
 def in_one_run(preset):
     """What a run finds out about itself by MEGATRON_OTEL_AB."""
     run = train(preset, steps=AB_BLOCK * AB_BLOCKS, MEGATRON_OTEL_AB=str(AB_BLOCK))
-    found = re.search(r"overhead: (\S+ %) of a step, 95 % confidence interval (\S+ to \S+) %", run.output)
+    found = re.search(r"overhead: (\S+ %) of a step, \S+ % confidence interval (\S+ to \S+) %", run.output)
     return f"{found[1]} ({found[2]})" if found else "too few steps"
 
 
@@ -302,7 +302,7 @@ def main():
     alternating = {preset: in_one_run(preset) for preset in PRESETS[1:]}
     count = len(runs["plain"])
     print(f"{RANKS} pipeline stages, {STEPS} steps of each, {count} times, in turn; in brackets", end=" ")
-    print("the 95 % confidence interval." if count >= 8 else "the least and the most (fewer than 8 runs).")
+    print("a confidence interval of 95 % or more." if count >= 8 else "the least and the most (fewer than 8 runs).")
     print()
     print("| | spans in a step | bytes of them | step, ms | | least | ", end="")
     print(f"`MEGATRON_OTEL_AB={AB_BLOCK}` in one run | CPU of both ranks in a step, ms | | least |")

@@ -6,7 +6,8 @@ Every rank changes after the same steps, so that no communication is needed, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -18,41 +19,56 @@ _MODULE = "megatron.training.training"
 _ON = frozenset({"ab"})
 _WARM_UP = 2  # blocks
 _FEWEST_PAIRS = 8
-_RESAMPLES = 1000
+_CONFIDENCE = 0.95
 _CATCH_UP_S = 1.0  # at most: what a block has recorded is to be exported before the next one is timed
 _LONG_S = 10.0  # of blocks as long, most of the exporting falls into their steps: a batch leaves after 5 s
 
 
 class Overhead(NamedTuple):
-    """By how much steps are longer, in percent, with the bounds of the 95 % confidence interval."""
+    """By how much steps are longer, in percent, with the bounds of an interval that holds the truth so often."""
 
     percent: float
     low: float
     high: float
+    confidence: float
+    """In percent: 95 or more."""
     pairs: int
 
 
-def overhead(pairs: Sequence[tuple[float, float]]) -> Overhead | None:
+def overhead(pairs: Iterable[tuple[float, float]]) -> Overhead | None:
     """Compares blocks that followed each other.
 
     Args:
-        pairs: Of a block without and one with the instrumentation, the mean time of a step each.
+        pairs: Of a block without and one with the instrumentation, the mean time of a step each. A pair with a time
+            that is none (zero, NaN, infinite) is left out.
 
     Returns:
-        The median of the pairs' ratios, which neither a stall in a few of them nor noise in all pulls to one side, with
-        a bootstrap interval; None where there are too few pairs to tell.
+        The median of the pairs' ratios, which neither a stall in a few of them nor noise in all pulls to one side,
+        with the interval of the sign test, which assumes nothing of how the ratios are distributed. None where there
+        are too few pairs to tell.
     """
-    # At the end of a run alone: they take long to import.
-    import random
-    from statistics import median
+    from statistics import median  # at the end of a run alone: it takes long to import
 
-    if len(pairs) < _FEWEST_PAIRS:
+    percents = sorted((on / off - 1) * 100 for off, on in pairs if 0 < off < inf and 0 < on < inf)
+    if len(percents) < _FEWEST_PAIRS:
         return None
-    percents = [(on / off - 1) * 100 for off, on in pairs]
-    draw = random.Random(0)  # never training's own
-    medians = sorted(median(draw.choices(percents, k=len(percents))) for _ in range(_RESAMPLES))
-    tail = int(_RESAMPLES * 0.025)
-    return Overhead(median(percents), medians[tail], medians[-1 - tail], len(pairs))
+    outside, coverage = _interval(len(percents))
+    return Overhead(median(percents), percents[outside], percents[-1 - outside], coverage * 100, len(percents))
+
+
+def _interval(count: int) -> tuple[int, float]:
+    """How many of so many sorted figures may stay outside at each end, for what lies between to hold the median of
+    what they are drawn from in _CONFIDENCE of cases or more; and in how many it does then.
+
+    Each figure is above that median as often as below, so that the number of those below is that of a fair coin.
+    """
+    # Of the 2**count ways for the coin to fall: those with so many heads, and with so many or fewer.
+    outside, ways, fewer = 0, 1, 1
+    while True:
+        ways = ways * (count - outside) // (outside + 1)
+        if 1 - 2 * (fewer + ways) / 2**count < _CONFIDENCE:
+            return outside, 1 - 2 * fewer / 2**count
+        outside, fewer = outside + 1, fewer + ways
 
 
 def is_on(block: int) -> bool:
@@ -162,7 +178,7 @@ class Comparison:
 
     def _report(self) -> None:
         found = overhead(self.pairs)
-        attributes: dict[str, Any] = {AB_PAIRS: len(self.pairs)}
+        attributes: dict[str, Any] = {AB_PAIRS: len(self.pairs) if found is None else found.pairs}
         if found is None:
             told = (
                 f"too few steps ran to tell: {len(self.pairs)} pairs of blocks of {self._length}, not {_FEWEST_PAIRS}"
@@ -170,8 +186,8 @@ class Comparison:
         else:
             attributes |= {AB_OVERHEAD: found.percent, AB_LOW: found.low, AB_HIGH: found.high}
             told = (
-                f"{found.percent:+.2f} % of a step, 95 % confidence interval {found.low:+.2f} to {found.high:+.2f} % "
-                f"({found.pairs} pairs of blocks of {self._length} steps)"
+                f"{found.percent:+.2f} % of a step, {found.confidence:.1f} % confidence interval "
+                f"{found.low:+.2f} to {found.high:+.2f} % ({found.pairs} pairs of blocks of {self._length} steps)"
             )
             if self._longest_s < _LONG_S:
                 told += (

@@ -87,19 +87,21 @@ def test_no_switch_at_any_time_changes_a_loss_or_leaves_a_record_open_or_a_line_
     assert [line for line in run.ours() if not line.startswith("PROCESS STATE")] == []
 
 
-def test_around_a_switch_between_steps_are_whole_ones():
+def inside(span):
+    return Counter(child.name for child in span.children) + sum(map(inside, span.children), Counter())
+
+
+def test_around_a_switch_between_steps_are_whole_ones_and_within_one_is_no_more_than_in_those():
     for rank in (0, 1):
         steps = [span for span in switched().of(rank) if span.name == "megatron.train_step"]
-        iterations = [step.attributes["megatron.iteration"] for step in steps]
-        assert [number for number in iterations if number not in RANDOM] == sorted(
-            set(range(1, ITERATIONS + 1)) - SWITCHED - RANDOM
-        )
-        assert len(set(iterations)) == len(iterations)
-        inside = {
-            step.attributes["megatron.iteration"]: Counter(child.name for child in step.children[0].children)
-            for step in steps
-        }
-        assert all(inside[number] == inside[2] for number in iterations if number not in RANDOM)
+        recorded = {step.attributes["megatron.iteration"]: inside(step) for step in steps}
+        assert len(recorded) == len(steps)
+        assert set(recorded) - RANDOM == set(range(1, ITERATIONS + 1)) - SWITCHED - RANDOM
+        whole = recorded[2]
+        assert len(whole) > 10
+        for number, names in recorded.items():
+            # Switched off right after its beginning, a step has nothing inside.
+            assert names <= whole if number in RANDOM else names == whole, number
 
 
 def test_whatever_is_switched_within_a_step_what_is_recorded_is_where_it_belongs():
@@ -119,7 +121,7 @@ def test_a_comparison_changes_no_loss_and_is_printed_once_in_the_job():
     run = compared()
     assert run.losses == uninstrumented().losses
     found = re.findall(
-        r"megatron-autoinstrument, overhead: ([+-][\d.]+) % of a step, 95 % confidence interval ([+-][\d.]+) to "
+        r"megatron-autoinstrument, overhead: ([+-][\d.]+) % of a step, 99\.2 % confidence interval ([+-][\d.]+) to "
         r"([+-][\d.]+) % \((\d+) pairs of blocks of 4 steps\)",
         run.output,
     )

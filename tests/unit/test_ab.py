@@ -130,11 +130,70 @@ def test_noise_and_stalls_pull_the_figure_to_neither_side():
     assert found.high - found.low < 5
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr(ab, "_RESAMPLES", 200)
+# What a pair's ratio, of which 1.02 is the median, may be like.
+RATIOS = {
+    "normal": lambda draw: 1.02 + draw.gauss(0, 0.05),
+    "skewed": lambda draw: 1.02 * draw.lognormvariate(0, 0.5),
+    "heavy-tailed": lambda draw: abs(1.02 + 0.01 * draw.gauss(0, 1) / draw.gauss(0, 1)),
+    "two-humped": lambda draw: 1.02 + draw.choice((-0.1, 0.1)) * draw.random(),
+    "drifting": None,  # steps get longer and longer, to which the order of a pair's blocks adds or takes away
+}
+
+
+def pairs_of(ratios, count, draw):
+    if RATIOS[ratios] is not None:
+        return [(100.0, 100.0 * RATIOS[ratios](draw)) for _ in range(count)]
+    return [(100.0, 100.0 * (1.02 + 0.01 * (-1) ** number + draw.gauss(0, 0.005))) for number in range(count)]
+
+
+@pytest.mark.parametrize("ratios", RATIOS)
+@pytest.mark.parametrize("count", [*range(8, 21), 30, 50])
+def test_the_interval_holds_the_truth_as_often_as_it_says(ratios, count):
+    draw, times = random.Random(count), 400
+    found = [ab.overhead(pairs_of(ratios, count, draw)) for _ in range(times)]
+    held = sum(each.low <= 2.0 <= each.high for each in found)
+    share = found[0].confidence / 100
+    assert 0.95 <= share <= 0.9925
+    # Four standard errors of the number that hold.
+    assert held >= times * share - 4 * (times * share * (1 - share)) ** 0.5
+
+
+def test_the_interval_leaves_as_many_pairs_outside_as_it_may():
+    def bounds(count):
+        found = ab.overhead([(100.0, 100.0 + number) for number in range(1, count + 1)])
+        return round(found.low), round(found.high), round(found.confidence, 2)
+
+    # From a table of the sign test.
+    assert bounds(8) == (1, 8, 99.22)
+    assert bounds(9) == (2, 8, 96.09)
+    assert bounds(12) == (3, 10, 96.14)
+    assert bounds(20) == (6, 15, 95.86)
+    assert bounds(50) == (18, 33, 96.72)
+
+
+def test_the_interval_of_a_very_long_run_is_found_at_once():
     draw = random.Random(1)
-    intervals = [ab.overhead([(draw.gauss(100, 5), draw.gauss(102, 5)) for _ in range(12)]) for _ in range(100)]
-    assert sum(found.low <= 2.0 <= found.high for found in intervals) >= 90
+    found = ab.overhead([(1.0, 1.02 + draw.gauss(0, 0.1)) for _ in range(25_000)])
+    assert found.low < 2.0 < found.high
+    assert found.high - found.low < 0.5
+    assert found.confidence < 95.1
+
+
+@pytest.mark.parametrize("none", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_left_out(none):
+    good = [(100.0, 103.0)] * 8
+    found = ab.overhead([*good, (none, 100.0), (100.0, none)])
+    assert found == ab.overhead(good)
+    assert found.pairs == 8
+    assert ab.overhead([*good[1:], (none, 100.0)]) is None
+
+
+def test_a_clock_that_stands_still_costs_the_figure_and_not_the_run(trained, clock, monkeypatch):
+    monkeypatch.setattr(ab, "perf_counter_ns", lambda: 0)
+    instrumented, spans, told, _ = trained(8 * 22)
+    assert len(instrumented) == 8 * 22
+    assert "too few" in told
+    assert not any("overhead" in key for span in spans for key in span.attributes)
 
 
 def test_blocks_too_short_for_exporting_to_fall_into_them_are_told(trained):
