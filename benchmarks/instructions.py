@@ -12,7 +12,7 @@ from pathlib import Path
 CALLS = 250  # fewer spans than a batch processor takes before it exports
 ROUNDS = 3  # the first warms up
 OUT = "BENCHMARK_CALLGRIND_OUT"
-dumps = total = 0
+dumps = 0
 
 
 def callgrind(command, out, *options):
@@ -20,25 +20,25 @@ def callgrind(command, out, *options):
     return ["valgrind", "-q", "--tool=callgrind", f"--callgrind-out-file={out}", *options, *command]
 
 
-def mark():
-    """Has callgrind write down what was executed, by all threads, since the last mark; returns the file's name."""
-    global dumps
-    os.getpgrp()
-    dumps += 1
-    return f"{os.environ[OUT]}.{dumps}"
-
-
 def instructions(dump):
     """What callgrind counted in a file that it wrote."""
     return next(int(line.split()[1]) for line in Path(dump).read_text().splitlines() if line.startswith("totals:"))
 
 
+class Mark(int):
+    """A moment: the number of the file into which callgrind then wrote what all threads had executed since the last."""
+
+    def __sub__(self, earlier):
+        """In thousands of instructions. Files are read only now, so that reading is part of no measurement."""
+        return sum(instructions(f"{os.environ[OUT]}.{dump}") for dump in range(earlier + 1, self + 1)) / 1000
+
+
 def reading():
-    """As per_call.reading, in thousands of instructions. What reading takes itself isn't counted."""
-    global total
-    total += instructions(mark()) / 1000
-    mark()
-    return total, total
+    """As per_call.reading."""
+    global dumps
+    os.getpgrp()
+    dumps += 1
+    return Mark(dumps), Mark(dumps)
 
 
 def main():
