@@ -13,7 +13,7 @@ export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 export CUDA_DEVICE_MAX_CONNECTIONS := 1
 
-.PHONY: demo benchmark test test-all test-unit test-processes test-megatron test-matrix lint clean
+.PHONY: demo benchmark device-check test test-all test-unit test-processes test-megatron test-matrix lint clean
 
 demo: $(VENV)/megatron $(VENV)/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" MEGATRON_OTEL_SPAN_GROUPS=all MEGATRON_OTEL_RANK_STRATEGY=all_ranks \
@@ -26,6 +26,10 @@ benchmark: $(VENV)/megatron $(VENV)/installed $(VENV)/nemo-lens
 	@python=$(VENV)/nemo-lens/bin/python; test -x $$python || python=$(BIN)/python; \
 	  for part in machine per_call instructions; do PYTHONPATH=. $$python benchmarks/$$part.py && echo || exit 1; done
 	@for part in machine processes; do $(BIN)/python benchmarks/$$part.py && echo || exit 1; done
+
+# On one GPU, in ten minutes at most. Where there is no such virtual environment: python3 tests/device/check.py
+device-check: $(VENV)/megatron $(VENV)/installed
+	$(BIN)/python tests/device/check.py
 
 test: lint test-unit test-processes test-megatron
 

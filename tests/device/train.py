@@ -1,11 +1,11 @@
 """The tiny GPT as check.py has it train: a rank that may be instrumented, and that counts where its host waits for the
-device. DEVICE_CHECK is a list of `instrumented` and `syncs`. With CUDA_ON_CPU=1 a few calls stand in for those that wait.
+device. DEVICE_CHECK is a list of `instrumented` and `syncs`. With CUDA_ON_CPU=1 there are stand-ins for CUDA graphs and
+for the calls that wait.
 """
 
 import json
 import os
 import sys
-import threading
 import traceback
 import warnings
 from collections import Counter
@@ -17,6 +17,9 @@ ON_CPU = os.environ["CUDA_ON_CPU"] == "1"
 FIRST = 3  # the iteration that is watched first: before it Megatron warms up
 SYNCHRONIZING = "called a synchronizing CUDA operation"  # torch's words
 
+if ON_CPU:
+    sys.path.append(str(Path(__file__).parents[1] / "megatron" / "scripts"))
+    import with_cuda_graphs  # noqa: F401
 import pretrain_tiny_gpt  # noqa: E402  (first: it must precede every Megatron import)
 import torch  # noqa: E402
 from megatron.training import get_args, training  # noqa: E402
@@ -59,10 +62,8 @@ def noted(message, category, filename, lineno, file=None, line=None, show=warnin
 
 def place(filename):
     """A file as it is called from where its package lies."""
-    for root in map(Path, sys.path):
-        if root.is_absolute() and Path(filename).is_relative_to(root):
-            return str(Path(filename).relative_to(root))
-    return filename
+    roots = [root for root in map(Path, sys.path) if root.is_absolute() and Path(filename).is_relative_to(root)]
+    return str(Path(filename).relative_to(max(roots, key=lambda root: len(root.parts)))) if roots else filename
 
 
 def strict(call):
@@ -113,7 +114,4 @@ if "instrumented" in ASKED:
     MegatronInstrumentor().instrument()
 
 pretrain_tiny_gpt.main()
-if "syncs" in ASKED:
-    torch.cuda.set_sync_debug_mode("default")
-assert threading.current_thread() is threading.main_thread()
 os.write(1, f"\nSYNCS {json.dumps(sites)}\n".encode())

@@ -60,4 +60,5 @@ for module in (adam, adamw):
 
 import pretrain_tiny_gpt  # noqa: E402
 
-pretrain_tiny_gpt.main()
+if __name__ == "__main__":
+    pretrain_tiny_gpt.main()
