@@ -1,6 +1,6 @@
 """What only a GPU can show of this package, on one GPU, in ten minutes at most: python tests/device/check.py [PART...]
 
-It wants a Python with torch for CUDA, megatron-core, grpcio, and OpenTelemetry with its OTLP/gRPC exporter. What lies on
+It needs Python with torch for CUDA, megatron-core, grpcio, and OpenTelemetry with its OTLP/gRPC exporter. What lies on
 PYTHONPATH is found, and this package is that of the checkout: nothing has to be installed. Its status is 0 where all
 parts are well, 1 where one is not, and 3 where there is no GPU: nothing is checked then. With --on-cpu the parts run on
 the CPU, with stand-ins for the device: that shows nothing of a GPU, and tries the check itself.
