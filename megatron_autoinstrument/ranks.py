@@ -75,15 +75,10 @@ _LAUNCHERS = (
 
 def look() -> tuple[Rank, Known]:
     """This process's place as far as it can be known now, and how sure that is. Ask when it is needed, not before."""
-    for found, known in (
-        (_of_torch, Known.SETTLED),
-        (_of_megatron, Known.SETTLED),
-        (partial(_of, _LAUNCHERS[0]), Known.TOLD),
-        *((partial(_of, launcher), Known.GUESSED) for launcher in _LAUNCHERS[1:]),
-    ):
-        numbers = found()
-        if all(isinstance(number, int) for number in numbers) and 0 <= numbers[0] < numbers[1]:
-            return Rank(*numbers, _local_rank(*numbers)), known
+    for ask, known in _SOURCES:
+        rank, size = ask()
+        if isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size:
+            return Rank(rank, size, _local_rank(rank, size)), known
     return Rank(0, 1, 0), Known.GUESSED
 
 
@@ -110,6 +105,14 @@ def _of_megatron() -> tuple[Any, Any]:
 
 def _of(launcher: _Launcher) -> tuple[int | None, int | None]:
     return _first(launcher.rank), _first(*launcher.world_size)
+
+
+_SOURCES: tuple[tuple[Callable[[], tuple[Any, Any]], Known], ...] = (
+    (_of_torch, Known.SETTLED),
+    (_of_megatron, Known.SETTLED),
+    (partial(_of, _LAUNCHERS[0]), Known.TOLD),
+    *((partial(_of, launcher), Known.GUESSED) for launcher in _LAUNCHERS[1:]),
+)
 
 
 def _first(*variables: str) -> int | None:

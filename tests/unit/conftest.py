@@ -52,19 +52,6 @@ def _another_process(monkeypatch):
     monkeypatch.setattr(instrumentor, "_said", set())
 
 
-class Store(dict):
-    """The store of torch.distributed, in the process."""
-
-    def compare_set(self, key, expected, desired):
-        if self.get(key, "") == expected:
-            self[key] = desired
-        return self.get(key, expected).encode()
-
-    def add(self, key, amount):
-        self[key] = self.get(key, 0) + amount
-        return self[key]
-
-
 @pytest.fixture
 def torch_distributed(fake_module):
     """Has torch.distributed be initialised, as this rank of so many, with this store."""

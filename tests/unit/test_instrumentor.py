@@ -433,7 +433,7 @@ def test_the_flag_alone_turns_on_what_was_only_waiting_for_flags(
     ("rank", "strategy", "records", "says"),
     [(1, "single_rank", True, True), (0, "single_rank", False, False), (1, "all_ranks", True, False)],
 )
-def test_it_stands_aside_for_megatrons_own_telemetry_and_one_of_the_ranks_that_would_record_says_so_once(
+def test_it_stands_aside_for_megatrons_own_telemetry_and_says_so_once(
     megatron,
     monkeypatch,
     tmp_path,

@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
+from standins import Store
 
-from conftest import Store
 from megatron_autoinstrument import MegatronInstrumentor, config, ids, instrumentor, patching, ranks, traces
 from megatron_autoinstrument.spans import LIVE
 from megatron_autoinstrument.targets import p2p_communication, schedules
