@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import wrapt
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
 from megatron_autoinstrument import ab, autoload, config, groups, native, patching, ranks, signals
@@ -33,6 +36,11 @@ _ASIDE = (
 _SHUT_DOWN = (
     "nemo-lens is installed and off: at the end of training it shuts OpenTelemetry's providers down all the same, "
     "before megatron.pretrain has ended. Uninstall it, or set MEGATRON_OTEL_ENABLED=1 for Megatron's own spans."
+)
+_NO_CORE = "Nothing is recorded: this Megatron has no megatron.core, and megatron-autoinstrument knows none without."
+_CORE_ALONE = (
+    "megatron/training.py is no training loop that megatron-autoinstrument knows: it records no run, step, evaluation "
+    "or checkpoint of it, and of megatron.core what it knows."
 )
 _FLAGS = ("--otel-span-groups", "--otel-service-name")
 
@@ -216,6 +224,28 @@ def _look_again(last: bool = False) -> None:
         _install(MegatronInstrumentor()._given, decision)
 
 
+@functools.cache  # wrapt's hooks can't be taken back
+def _watch_for_training() -> None:
+    wrapt.register_post_import_hook(_look_for_core, "megatron.training")
+
+
+def _look_for_core(training: ModuleType) -> None:
+    """`megatron.training` has been imported: tells where it isn't the one that is known. EleutherAI's gpt-neox and
+    early Megatrons have a file of that name, whose loop nothing is known of."""
+    try:
+        is_file = getattr(training, "__file__", None) is not None and not hasattr(training, "__path__")
+        if not is_file or _decision is None or not _decision.records:
+            return
+        place, settings = ranks.current(), _decision.settings
+        if ranks.exports(place, settings) and ranks.is_first(place, settings):
+            core = "megatron.core" in sys.modules or importlib.util.find_spec("megatron.core") is not None
+            _say_once(_CORE_ALONE if core else _NO_CORE)
+    except Exception:
+        if patching.reraise_internal_errors:
+            raise
+        _logger.debug("It could not be told which Megatron this is", exc_info=True)
+
+
 _said: set[str] = set()
 
 
@@ -233,6 +263,7 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
         _stop_comparing()
         _patch(frozenset())
         return
+    _watch_for_training()
     wanted = {
         **({"traces": given["traces"]} if settings.span_groups else {}),
         **({"metrics": given["metrics"]} if settings.metrics else {}),
@@ -333,7 +364,9 @@ def _apply_flags(args: Any) -> None:
     instrumentor = MegatronInstrumentor()
     if instrumentor.is_instrumented_by_opentelemetry:
         _look_again()
-    elif getattr(args, "otel_enabled", None) and config.enabled(warn=False) is not False:
+        return
+    on = config.enabled(warn=ranks.current().rank == 0)
+    if getattr(args, "otel_enabled", None) and on is not False:
         LEDGER.uninstall()  # what accept_flags() patched
         instrumentor.instrument()
 
