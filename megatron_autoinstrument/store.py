@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -84,6 +83,8 @@ def _machine() -> str:
         with open("/proc/sys/kernel/random/boot_id") as file:  # hosts may all have one name, or a pod each
             return file.read().strip()
     except OSError:
+        import socket
+
         return socket.gethostname()
 
 
