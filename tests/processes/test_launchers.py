@@ -272,6 +272,12 @@ def test_two_launches_on_one_address_are_two_runs(started):
     assert not traces[0] & traces[1]
 
 
+# A namespace package would have the core that is installed here.
+ALONE = (
+    "import sys, megatron_autoinstrument.instrumentor\nsys.path[:] = [p for p in sys.path if '-packages' not in p]\n"
+)
+
+
 @pytest.mark.parametrize("package", ["", None])
 @pytest.mark.parametrize(("core", "known"), [(False, False), (True, True)])
 def test_a_megatron_of_which_nothing_is_known_is_named_by_one_rank(tmp_path, package, core, known):
@@ -282,7 +288,7 @@ def test_a_megatron_of_which_nothing_is_known_is_named_by_one_rank(tmp_path, pac
         (tmp_path / "megatron" / name).write_text(source)
     said = [
         subprocess.run(
-            [sys.executable, "-c", "import megatron.neox\nimport megatron.training"],
+            [sys.executable, "-c", ALONE + "import megatron.neox\nimport megatron.training"],
             env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "MEGATRON_OTEL_ENABLED": "1", **told(rank)},
             capture_output=True,
             text=True,
