@@ -144,6 +144,50 @@ def test_an_iteration_that_is_run_again_has_another_trace(spans_of, again):
     assert first.context.span_id != second.context.span_id
 
 
+def test_a_rank_that_is_instrumented_in_mid_run_joins_its_traces(spans_of, training):
+    def twice(pretrain, iterations):
+        pretrain(iterations)
+        pretrain(iterations)
+
+    def late(pretrain, iterations):
+        """Its own first run goes unrecorded, and of the second the first step."""
+        provider = MegatronInstrumentor()._given["traces"]
+        MegatronInstrumentor().uninstrument()
+        in_steps = iter([bool, bool, bool, lambda: MegatronInstrumentor().instrument(tracer_provider=provider)])
+        training.optimizer_step = lambda: next(in_steps, bool)()
+        twice(training.pretrain, iterations)
+
+    ordinary = spans_of(0, range(3), program=twice)
+    spans = spans_of(1, range(3), program=late)
+    assert sorted(steps(spans)) == [2, 3]
+    for number, step in steps(spans).items():
+        _, second = [span for span in ordinary if span.attributes.get("megatron.iteration") == number]
+        assert step.context.trace_id == second.context.trace_id
+    _, run = [span.context.trace_id for span in ordinary if span.name == "megatron.pretrain"]
+    assert {span.context.trace_id for span in spans if span.name == "megatron.evaluate"} == {run}
+
+
+def test_a_loop_of_ones_own_is_a_run_and_shares_its_traces(spans_of, training):
+    def loop(pretrain, iterations):
+        for _ in range(2):  # with the same arguments of Megatron's: one run, of which the second part goes back
+            training.setup_model_and_optimizer()
+            for iteration in iterations:
+                training.train_step(iteration=iteration)
+            training.evaluate(eval_iters=1)
+
+    of_ranks = [spans_of(rank, range(2), program=loop) for rank in (0, 1)]
+    found = [[s.context.trace_id for s in spans if s.name == "megatron.train_step"] for spans in of_ranks]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+    run = {
+        s.context.trace_id
+        for spans in of_ranks
+        for s in spans
+        if s.name in ("megatron.model_init", "megatron.evaluate")
+    }
+    assert len(run) == 1
+
+
 def test_a_ratio_keeps_whole_steps_the_same_ones_on_every_rank(spans_of):
     kept = []
     for rank in range(4):
