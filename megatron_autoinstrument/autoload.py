@@ -60,9 +60,12 @@ def from_pth() -> None:
 def _instrument_if_enabled() -> None:
     from megatron_autoinstrument import config, ranks
 
-    on = config.enabled(warn=ranks.current().rank == 0)
+    place, known = ranks.look()
+    told = known > ranks.Known.GUESSED
+    on = config.enabled(warn=told and place.rank == 0)
     flagged = any(argument.startswith("--otel-") for argument in sys.argv)
-    if not on and not flagged:
+    # A value that is neither is named once the rank that does so is known: with Megatron's arguments.
+    if not on and not flagged and (told or on is False):
         return
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor, accept_flags
 
@@ -74,8 +77,28 @@ def _instrument_if_enabled() -> None:
         accept_flags()
 
 
-# Those that start a rank's processes themselves.
-_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
+# Those that start a rank's processes themselves: scripts, and modules after `python -m`.
+_LAUNCHERS = (
+    *("torchrun", "ft_launcher", "accelerate", "accelerate-launch"),
+    *("torch.distributed.run", "torch.distributed.launch", "nvidia_resiliency_ext.fault_tolerance.launcher"),
+    "accelerate.commands.launch",
+)
+_WITH_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python's
+
+
+def _program(command: list[str]) -> str:
+    """What a command line of Python's runs: the name of the script or module; empty for code."""
+    words = iter(command[1:])
+    for word in words:
+        if word in _WITH_A_VALUE:
+            next(words, None)
+        elif word.startswith("-c") or word == "-":
+            return ""
+        elif word.startswith("-") and word.endswith("m") and not word.startswith("--"):
+            return next(words, "")
+        elif not word.startswith("-"):
+            return os.path.basename(word)
+    return ""
 
 
 def keep_for_workers() -> None:
@@ -83,10 +106,10 @@ def keep_for_workers() -> None:
 
     Before opentelemetry-instrumentation 0.63b0 a process that `opentelemetry-instrument` started takes that out of
     PYTHONPATH, and its children start bare. This is an `opentelemetry_post_instrument` entry point: it runs after
-    that, and in a launcher puts it back. A rank's own children are left as they are.
+    that, and in a launcher puts it back. A rank's own children are left as they are. RANK in the environment makes
+    no rank: the shell or pod that a launcher is started in may have it, and mean a node by it.
     """
-    launches = any(launcher in argument for argument in sys.orig_argv for launcher in _LAUNCHERS)
-    if "RANK" in os.environ or not launches:
+    if _program(sys.orig_argv) not in _LAUNCHERS:
         return
     import importlib.util
 

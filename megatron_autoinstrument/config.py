@@ -37,13 +37,16 @@ class Config:
     exporter: str | None  # None: nobody said
 
 
-def from_environment(place: ranks.Rank) -> Config:
+def from_environment(place: ranks.Rank, warn: bool | None = None, settled: bool = True) -> Config:
     """Reads the `MEGATRON_OTEL_*` variables and their `NEMO_LENS_*` fallbacks.
 
     Args:
         place: This process's place: the first rank is the one that warns, and MEGATRON_OTEL_EXPORT_RANK must exist.
+        warn: Whether it warns; None: if it is the first.
+        settled: Whether `place` is this process's for good, so that it can be said which ranks there are.
     """
     last = place.world_size - 1
+    warn = place.rank == 0 if warn is None else warn
 
     def read(
         name: str,
@@ -52,8 +55,9 @@ def from_environment(place: ranks.Rank) -> Config:
         allowed: str | Callable[[], str],
         alias: str | None = None,
         flag: str | None = None,
+        warn: bool = warn,
     ) -> _T:
-        return _read(name, parse, default, allowed, alias, flag, warn=place.rank == 0)
+        return _read(name, parse, default, allowed, alias, flag, warn=warn)
 
     traces = read(names.MEGATRON_OTEL_TRACES_ENABLED, _boolean, True, _BOOLEANS)
     span_groups = read(
@@ -64,7 +68,7 @@ def from_environment(place: ranks.Rank) -> Config:
         flag="--otel-span-groups",
     )
     return Config(
-        enabled=enabled(warn=place.rank == 0),
+        enabled=enabled(warn=warn),
         rank_strategy=read(
             names.MEGATRON_OTEL_RANK_STRATEGY,
             _one_of(ranks.STRATEGIES),
@@ -72,7 +76,9 @@ def from_environment(place: ranks.Rank) -> Config:
             ranks.STRATEGIES.names,
             alias=names.MEGATRON_OTEL_EXPORT_STRATEGY,
         ),
-        export_rank=read(names.MEGATRON_OTEL_EXPORT_RANK, _between(int, -1, last), -1, f"-1 to {last}"),
+        export_rank=read(
+            *(names.MEGATRON_OTEL_EXPORT_RANK, _between(int, -1, last), -1, f"-1 to {last}"), warn=warn and settled
+        ),
         export_sample_rate=read(
             names.MEGATRON_OTEL_EXPORT_SAMPLE_RATE, _between(float, 0.0, 1.0), 1.0, "a number from 0 to 1"
         ),

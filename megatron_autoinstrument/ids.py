@@ -7,9 +7,13 @@ import os
 import random
 import sys
 import threading
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 
+from megatron_autoinstrument import ranks, store
 from megatron_autoinstrument.environment_variables import NEMO_LENS_RUN_ID
 from megatron_autoinstrument.targets import global_vars
 
@@ -69,26 +73,61 @@ def keep_random_state_in_retries() -> None:
             module.random = _random  # type: ignore[union-attr]
 
 
-def run_key(run: int) -> str:
-    """What tells this run apart from all others and from its own restarts, the same on every rank.
+class _Run(NamedTuple):
+    number: int
+    args: Callable[[], object | None] | None  # a weak reference
+    word: str | None
+
+
+_run: _Run | None = None  # the one that goes on, once the ranks have been asked for its word
+
+
+def _word(run: int) -> str | None:
+    """A random word that stands for this run on every rank that records it, whenever it began to; None where it can't
+    be had. Another run of this process, a restart in it, and another launch on the same address have other words.
+
+    Not Megatron's start time: only its own `pretrain` makes that the same on all ranks, and another run in the process
+    has it again. A run begins with `pretrain`, or with other arguments of Megatron's: what a loop of one's own without
+    them trains in a process is one run.
+    """
+    global _run
+    args = global_vars.args()
+    before = _run
+    if before is not None and before.number == run and (before.args is None or args is None or before.args() is args):
+        return before.word
+    if not store.is_up():
+        if ranks.current().world_size > 1:
+            return None  # not yet: don't keep that
+        word: str | None = f"{_random.getrandbits(96):024x}"
+    else:
+        word = store.agree(before.word if before is not None else None)
+        if word is None and ranks.current().world_size == 1:
+            word = f"{_random.getrandbits(96):024x}"
+    try:
+        reference = None if args is None else weakref.ref(args)
+    except TypeError:
+        reference = None
+    _run = _Run(run, reference, word)
+    return word
+
+
+def run_key(run: int) -> str | None:
+    """What tells this run apart from all others and from its own restarts, the same on every rank; None where the
+    ranks can't agree on it, so that there is nothing that one could call another's spans by.
 
     Args:
         run: The number of the run in this process, which may call `pretrain` more than once.
     """
-    # After a restart that torchrun has begun on one node, its counts differ from node to node; start times do not.
-    again = global_vars.start_time() or ":".join(os.environ.get(name, "") for name in _RESTARTS)
-    return f"{run_id()}:{again}:{run}"
+    word = _word(run)
+    return None if word is None else f"{run_id(run)}:{word}"
 
 
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-
-
-def run_id() -> str:
+def run_id(run: int) -> str:
     """The id of this run, the same on every rank: NEMO_LENS_RUN_ID, else SLURM's job id, else torchrun's run id,
-    else a hash of the start time that Megatron has all-reduced, else (no megatron.training) of the rendezvous."""
+    else one that the ranks agree on; before torch.distributed is initialised, a hash of its address."""
     for name in (NEMO_LENS_RUN_ID, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         value = os.environ.get(name, "").strip()
         if value and not (name == "TORCHELASTIC_RUN_ID" and value == "none"):
             return value
-    shared = global_vars.start_time() or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return hashlib.sha256(str(shared).encode()).hexdigest()[:12]
+    shared = _word(run) or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return hashlib.sha256(shared.encode()).hexdigest()[:12]

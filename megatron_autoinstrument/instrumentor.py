@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import wrapt
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
 from megatron_autoinstrument import ab, autoload, config, groups, native, patching, ranks, signals
@@ -33,6 +36,11 @@ _ASIDE = (
 _SHUT_DOWN = (
     "nemo-lens is installed and off: at the end of training it shuts OpenTelemetry's providers down all the same, "
     "before megatron.pretrain has ended. Uninstall it, or set MEGATRON_OTEL_ENABLED=1 for Megatron's own spans."
+)
+_NO_CORE = "Nothing is recorded: this Megatron has no megatron.core, and megatron-autoinstrument knows none without."
+_CORE_ALONE = (
+    "megatron/training.py is no training loop that megatron-autoinstrument knows: it records no run, step, evaluation "
+    "or checkpoint of it, and of megatron.core what it knows."
 )
 _FLAGS = ("--otel-span-groups", "--otel-service-name")
 
@@ -176,25 +184,91 @@ def accept_flags() -> None:
     _in_turn(lambda: _patch(frozenset()))
 
 
-def _install(given: Mapping[str, Any]) -> None:
-    place = ranks.current()
-    settings = config.from_environment(place)
+class _Decision(NamedTuple):
+    """What this process is to do, as far as its place and Megatron's arguments are known."""
+
+    place: ranks.Rank
+    settings: config.Config
+    records: bool
+
+
+_decision: _Decision | None = None
+
+
+def _decide(last: bool = False) -> _Decision:
+    """Decides. What there is to say, one process says once, and none that doesn't know its place.
+
+    Args:
+        last: Whether what is known now is all that will be.
+    """
+    place, known = ranks.look()
+    knows = last or known > ranks.Known.GUESSED
+    settings = config.from_environment(
+        place, warn=knows and place.rank == 0, settled=last or known is ranks.Known.SETTLED
+    )
+    off = settings.enabled is False or not (settings.span_groups or settings.metrics or settings.logs)
+    records = not off and not ranks.is_helper_process() and ranks.chosen(settings, last)
+    if records and native.is_here():
+        aside = native.is_asked_for()
+        if knows and ranks.is_first(place, settings):
+            _say_once(_ASIDE if aside else _SHUT_DOWN)
+        records = not aside
+    return _Decision(place, settings, records)
+
+
+def _look_again(last: bool = False) -> None:
+    """More is known than at the last decision: takes it again, and does what follows if it is another one."""
+    decision = _decide(last)
+    if MegatronInstrumentor().is_instrumented_by_opentelemetry and decision != _decision:
+        _take_out()
+        _install(MegatronInstrumentor()._given, decision)
+
+
+@functools.cache  # wrapt's hooks can't be taken back
+def _watch_for_training() -> None:
+    wrapt.register_post_import_hook(_look_for_core, "megatron.training")
+
+
+def _look_for_core(training: ModuleType) -> None:
+    """`megatron.training` has been imported: tells where it isn't the one that is known. EleutherAI's gpt-neox and
+    early Megatrons have a file of that name, whose loop nothing is known of."""
+    try:
+        is_file = getattr(training, "__file__", None) is not None and not hasattr(training, "__path__")
+        if not is_file or _decision is None or not _decision.records:
+            return
+        place, settings = ranks.current(), _decision.settings
+        if ranks.exports(place, settings) and ranks.is_first(place, settings):
+            core = "megatron.core" in sys.modules or importlib.util.find_spec("megatron.core") is not None
+            _say_once(_CORE_ALONE if core else _NO_CORE)
+    except Exception:
+        if patching.reraise_internal_errors:
+            raise
+        _logger.debug("It could not be told which Megatron this is", exc_info=True)
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _logger.warning(message)
+
+
+def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> None:
+    global _decision
+    place, settings, records = _decision = decision or _decide()
+    if not records:
+        RECORDER.connect_by(None)
+        _stop_comparing()
+        _patch(frozenset())
+        return
+    _watch_for_training()
     wanted = {
         **({"traces": given["traces"]} if settings.span_groups else {}),
         **({"metrics": given["metrics"]} if settings.metrics else {}),
         **({"logs": given["logs"]} if settings.logs else {}),
     }
-    helper = ranks.is_helper_process()
-    if settings.enabled is False or not wanted or helper or not ranks.exports(place, settings):
-        _patch(frozenset())
-        return
-    if native.is_here():
-        aside = native.is_asked_for()
-        if place.rank == 0:
-            _logger.warning(_ASIDE if aside else _SHUT_DOWN)
-        if aside:
-            _patch(frozenset())
-            return
 
     def connect() -> Connection:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
@@ -206,7 +280,7 @@ def _install(given: Mapping[str, Any]) -> None:
         return sdk.connect(
             wanted,
             settings.exporter,
-            resource.attributes(place, ids.run_id()),
+            resource.attributes(place, ids.run_id(RECORDER.run_number)),
             build=not any(given.values()),
             service_name=settings.service_name,
             sampler=sampling.STRATEGIES.get(strategy)(place, settings) if strategy else None,
@@ -219,11 +293,12 @@ def _install(given: Mapping[str, Any]) -> None:
         ranks.recording = functools.cache(functools.partial(ranks.records, config=settings))
         return connection.plan(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step")
 
-    RECORDER.connect_by(connect, plan)
+    # A program that tells its ranks their places in another way than Megatron's has told it by the first record.
+    RECORDER.connect_by(connect, plan, lambda: _in_turn(lambda: _look_again(last=True)))
     other = {groups.METRICS: settings.metrics, groups.LOGS: settings.logs}
     everything = settings.span_groups | {name for name, on in other.items() if on}
     if settings.ab:
-        _compare(settings, place.rank, everything)
+        _compare(settings, place, everything)
     _patch(everything)
     if _comparison is not None:
         _comparison.watch()
@@ -237,7 +312,7 @@ def _handle_sigterm() -> None:
 _comparison: ab.Comparison | None = None
 
 
-def _compare(settings: config.Config, rank: int, everything: frozenset[str]) -> None:
+def _compare(settings: config.Config, place: ranks.Rank, everything: frozenset[str]) -> None:
     global _comparison
 
     def turn(comparison: ab.Comparison, on: bool) -> None:
@@ -252,8 +327,7 @@ def _compare(settings: config.Config, rank: int, everything: frozenset[str]) -> 
         _in_turn(switch)
 
     _stop_comparing()
-    first = not any(ranks.records(other, settings) for other in range(rank))
-    _comparison = ab.Comparison(settings.ab, turn, says=first)
+    _comparison = ab.Comparison(settings.ab, turn, says=ranks.is_first(place, settings))
     _comparison.start()
 
 
@@ -272,6 +346,8 @@ def _take_out() -> bool:
 
 
 def _patch(wanted: frozenset[str]) -> None:
+    if _in_child_of_a_rank:
+        return
     from megatron_autoinstrument.targets import SEAMS, global_vars, schedules
 
     schedules.running = None  # in the middle of a pass nobody has counted its calls
@@ -287,19 +363,26 @@ def _apply_flags(args: Any) -> None:
     config.flags.update(changed)
     instrumentor = MegatronInstrumentor()
     if instrumentor.is_instrumented_by_opentelemetry:
-        if changed:
-            _take_out()
-            _install(instrumentor._given)
-    elif getattr(args, "otel_enabled", None) and config.enabled(warn=False) is not False:
+        _look_again()
+        return
+    on = config.enabled(warn=ranks.current().rank == 0)
+    if getattr(args, "otel_enabled", None) and on is not False:
         LEDGER.uninstall()  # what accept_flags() patched
         instrumentor.instrument()
 
 
+_in_child_of_a_rank = False
+
+
 def _silence() -> None:
-    global _switching, _busy
+    global _switching, _busy, _comparison, _in_child_of_a_rank
+    _in_child_of_a_rank = _in_child_of_a_rank or _decision is not None  # Megatron was there, or about to be
     _switching, _busy = threading.RLock(), False  # another thread may have held it
     _asked.clear()
     LEDGER.silence()
+    if _comparison is not None:
+        _comparison.silence()
+        _comparison = None
     RECORDER.abandon()
 
 

@@ -65,14 +65,14 @@ _IN_A_POD = {
 def attributes(place: Rank, run_id: str) -> dict[str, str | int | float | bool]:
     """The attributes of `place` in the run `run_id`. Anything that the user set by `OTEL_*` variables wins, and what
     is not known is left out."""
-    local_rank = global_vars.arg("local_rank")
     found: dict[str, Any] = {
         "service.name": "megatron-lm",
         "service.instance.id": f"{run_id}-rank{place.rank}",
         "nemo.run.id": run_id,
         "dl.rank": place.rank,
         "dl.world_size": place.world_size,
-        "dl.local_rank": place.local_rank if local_rank is None else local_rank,
+        # Megatron's is 0 also where nobody tells it.
+        "dl.local_rank": global_vars.arg("local_rank") or place.local_rank,
         "host.name": socket.gethostname(),
         "process.pid": os.getpid(),
         "host.gpu.count": _gpu_count(),

@@ -90,9 +90,9 @@ class Connection:
         finally:
             generator.plan(None, None)
 
-    def plan(self, key: str, rank: int, per_step: bool) -> Traces | None:
-        """The traces of the run `key`; None where the provider has ids of its own kind."""
-        if self._generator is None:
+    def plan(self, key: str | None, rank: int, per_step: bool) -> Traces | None:
+        """The traces of the run `key`; None where it has none, or the provider ids of its own kind."""
+        if key is None or self._generator is None:
             return None
         # A sampler by ratio must not lose what belongs to no step, and what the steps link to. It looks at the lower
         # half of a trace id, and keeps the low ones, or the high ones.

@@ -113,8 +113,10 @@ class Recorder:
         self.muted = 0
         """How many reasons there are why calls are of no interest for now."""
         self._muted_by: Record | None = None  # a step that the sampler drops
+        self._confirm: Callable[[], None] = lambda: None
         self._plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None
-        self._run_number = 0  # of this run in the process
+        self.run_number = 0
+        """Of this run in the process."""
         self.traces: Traces | None = None
         """Of this run, once connected; None where ids can't be worked out."""
         self._deferred: Record | None = None
@@ -262,13 +264,13 @@ class Recorder:
             run: The number of this run in the job, if a restart in the process has one; else they are counted. What
                 an earlier number has left open ends here: it was aborted at any point.
         """
-        if run is not None and run != self._run_number:
+        if run is not None and run != self.run_number:
             self.close_open_records()
             self._elsewhere.clear()
             self.muted = 0
         if self.current is not None:
             return None
-        self._run_number = self._run_number + 1 if run is None else run
+        self.run_number = self.run_number + 1 if run is None else run
         self.traces = None
         self._training_thread = get_ident()
         self.current = Record(name, kind, None, None)
@@ -282,8 +284,15 @@ class Recorder:
             self._deferred.kind = SILENT
             self._deferred = None
 
-    def settle(self) -> None:
-        """The run's identity is known: connects, and opens the deferred record."""
+    def settle(self, begins: bool = False) -> None:
+        """The run's identity is known: connects, and opens the deferred record.
+
+        Args:
+            begins: Whether a run begins here, unless one is going on: in a loop of one's own.
+        """
+        if begins and self.current is None:
+            self.traces = None
+            self._ready = False
         if not self._ready:
             self._get_ready()
 
@@ -317,11 +326,19 @@ class Recorder:
 
     def connect_by(
         self,
-        connect: Callable[[], Connection],
+        connect: Callable[[], Connection] | None,
         plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
-        """How the next record is to connect, and how each run of this process then gets its traces."""
+        """How the next record is to connect, and how each run of this process then gets its traces.
+
+        Args:
+            connect: Makes the connection; None: this rank records nothing.
+            plan: Gives a run its traces.
+            confirm: Asked before `connect` is; it may come here again with another one, or none.
+        """
         self._connect = connect
+        self._confirm = confirm
         self._plan = plan
         self.traces = None
         self.muted = 0
@@ -343,7 +360,7 @@ class Recorder:
             return False
         self._ready = True  # before: who instruments anew meanwhile has it connect once more
         try:
-            self._connect_now()
+            return self._connect_now()
         except Exception:
             if patching.reraise_internal_errors:
                 raise
@@ -353,16 +370,20 @@ class Recorder:
             self._muted_by = None
             self.mute(True)
             return False
-        return True
 
-    def _connect_now(self) -> None:
+    def _connect_now(self) -> bool:
+        """Whether this rank records, as it has turned out."""
+        if self._connect is not None:
+            self._confirm()
+            if self._connect is None:
+                return False
         connect, self._connect = self._connect, None
         if connect is not None:
             self.disconnect()
             self._connection = connect()
             self._connection.watch(lambda: self.drain(wait=False))
         if self.traces is None and self._connection is not None:
-            self.traces = self._plan(self._connection, self._run_number)
+            self.traces = self._plan(self._connection, self.run_number)
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
             self._thread = _Thread(self._hand_on)
@@ -372,6 +393,7 @@ class Recorder:
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._open(deferred)
+        return True
 
     def _open(self, record: Record) -> None:
         assert self._connection is not None

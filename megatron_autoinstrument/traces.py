@@ -28,7 +28,7 @@ class Traces(NamedTuple):
     """The traces of one run of Megatron's `pretrain`, as this rank sees them."""
 
     key: str
-    """Of the run, the same on every rank, and another one after each restart."""
+    """Of the run, the same on every rank, and another one for each launch, restart and run in a process."""
     rank: int
     per_step: bool
     """Whether each step is a trace of its own."""

@@ -19,6 +19,7 @@ _TARGETS = (
     "one_logger_utils",
     "optimizer",
     "p2p_communication",
+    "parallel_state",
     "param_and_grad_buffer",
     "rerun_state_machine",
     "rl_utils",

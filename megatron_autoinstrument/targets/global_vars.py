@@ -11,7 +11,8 @@ from megatron_autoinstrument.groups import FLAGS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
 
 when_known: Callable[[Any], None] = lambda args: None  # noqa: E731
-"""Called with Megatron's arguments when they are parsed; the instrumentor sets it."""
+"""Called with Megatron's arguments when they are parsed, and when its parallel groups are made: this process's place is
+known then. The instrumentor sets it."""
 
 
 _ALWAYS = ("pipeline_model_parallel", "tensor_model_parallel", "data_parallel")
@@ -31,16 +32,6 @@ def args() -> Any | None:
 def arg(name: str) -> Any | None:
     """The argument `name`, or None."""
     return getattr(args(), name, None)
-
-
-def start_time() -> float | None:
-    """The run's start, in seconds since the epoch, which Megatron has made the same on every rank by the time it
-    builds the model; None where there is no `megatron.training`.
-
-    Where `_LEGACY_TRAIN_START_TIME` exists, that is the reduced one and `_TRAIN_START_TIME` differs per rank.
-    """
-    module = sys.modules.get("megatron.training.training")
-    return getattr(module, "_LEGACY_TRAIN_START_TIME", getattr(module, "_TRAIN_START_TIME", None))
 
 
 def tokens_per_iteration() -> int | None:
@@ -77,7 +68,9 @@ def peak_device_memory_gib() -> float | None:
     return cuda.max_memory_allocated() / 2**30 if cuda is not None and cuda.is_available() else None
 
 
-def _set_args(original: Function, groups: frozenset[str]) -> Hook:
+def knowing(original: Function, groups: frozenset[str]) -> Hook:
+    """Calls `when_known` after a function that ranks run once, recording or not."""
+
     def begin(arguments: Arguments, kwargs: Mapping[str, Any]) -> bool:
         return True
 
@@ -88,4 +81,4 @@ def _set_args(original: Function, groups: frozenset[str]) -> Hook:
     return Hook(begin, end)
 
 
-SEAMS = (Seam("megatron.training.global_vars", "set_args", {FLAGS}, _set_args),)
+SEAMS = (Seam("megatron.training.global_vars", "set_args", {FLAGS}, knowing),)

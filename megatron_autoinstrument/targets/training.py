@@ -39,15 +39,17 @@ def _pretrain(original: Function, groups: frozenset[str]) -> Hook:
 
 
 def _setup_model_and_optimizer(original: Function, groups: frozenset[str]) -> Hook:
-    """Model and optimizer construction: the first seam after Megatron has all-reduced its start time, which settles
-    the run's identity."""
+    """Model and optimizer construction: the first seam after torch.distributed is initialised, which settles the run's
+    identity. In a loop of one's own a run begins here."""
     hook = span("megatron.model_init", live=True)(original, groups)
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
         global _latest
-        _latest = (0, 0)
+        before = RECORDER.traces
+        RECORDER.settle(begins=True)
+        if RECORDER.traces is None or RECORDER.traces != before:
+            _latest = (0, 0)
         _parallel_ranks.clear()
-        RECORDER.settle()
         return hook.begin(args, kwargs)
 
     return Hook(begin, hook.end)

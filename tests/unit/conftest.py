@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from megatron_autoinstrument import config, patching, ranks, sdk
+from megatron_autoinstrument import config, ids, instrumentor, patching, ranks, sdk, store
 from megatron_autoinstrument.spans import Recorder
 
 
@@ -23,9 +23,9 @@ def _plain_environment(monkeypatch):
     import os
 
     for name in list(os.environ):
-        if name.startswith(("MEGATRON_OTEL_", "NEMO_LENS_", "OTEL_", "SLURM_", "OMPI_", "TORCHELASTIC_")):
+        if name.startswith(("MEGATRON_OTEL_", "NEMO_LENS_", "OTEL_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -40,6 +40,30 @@ def _nothing_is_current():
 def _no_flags(monkeypatch):
     monkeypatch.setattr(config, "flags", {})
     monkeypatch.setattr(config, "_warned", set())
+
+
+@pytest.fixture(autouse=True)
+def _another_process(monkeypatch):
+    """What a process learns of its run."""
+    monkeypatch.setattr(ids, "_run", None)
+    monkeypatch.setattr(store, "_told", False)
+    monkeypatch.setattr(store, "_number_on_node", None)
+    monkeypatch.setattr(instrumentor, "_decision", None)
+    monkeypatch.setattr(instrumentor, "_said", set())
+
+
+@pytest.fixture
+def torch_distributed(fake_module):
+    """Has torch.distributed be initialised, as this rank of so many, with this store."""
+
+    def initialise(rank, world_size, store=None):
+        torch = fake_module("torch.distributed")
+        torch.is_initialized, torch.get_rank, torch.get_world_size = lambda: True, lambda: rank, lambda: world_size
+        c10d = fake_module("torch.distributed.distributed_c10d")
+        c10d._get_default_store = lambda: store
+        return torch
+
+    return initialise
 
 
 @pytest.fixture

@@ -133,8 +133,10 @@ KEEP = (
         ("torchrun", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "1"),  # a launcher under srun
         ("torchrun", {"MEGATRON_OTEL_EXPORT_RANK": "5"}, "1"),  # of its ranks, not of the launcher: no complaint
         ("torchrun", {"MEGATRON_OTEL_ENABLED": "0"}, "0"),
-        ("torchrun", {"RANK": "0"}, "0"),
+        # exported in the shell or the pod that starts the launcher, where it may count nodes
+        ("torchrun", {"RANK": "0", "WORLD_SIZE": "2"}, "1"),
         ("train.py", {}, "0"),
+        ("train.py", {"RANK": "0", "WORLD_SIZE": "2"}, "0"),
         ("train.py", {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "0"),
     ],
 )
@@ -148,3 +150,23 @@ def test_the_wrappers_path_is_kept_in_a_launcher_and_nowhere_else(tmp_path, scri
         check=True,
     )
     assert (done.stdout.strip(), done.stderr) == (kept, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("python /venv/bin/torchrun --nproc-per-node 8 pretrain_gpt.py", "torchrun"),
+        ("python -m torch.distributed.run pretrain_gpt.py", "torch.distributed.run"),
+        ("python -u -W ignore -X importtime -Im torch.distributed.launch pretrain_gpt.py", "torch.distributed.launch"),
+        # ranks, whose words speak of a launcher
+        ("python -u pretrain_gpt.py --save /checkpoints/torchrun", "pretrain_gpt.py"),
+        ("python -u /home/torchrun/pretrain_gpt.py", "pretrain_gpt.py"),
+        ("python -m pretrain_gpt torchrun", "pretrain_gpt"),
+        ("python -c pass torchrun", ""),
+        ("python -cpass torchrun", ""),
+        ("python - torchrun", ""),
+        ("python", ""),
+    ],
+)
+def test_what_a_command_line_runs_is_its_script_or_module_and_no_other_word(command, program):
+    assert autoload._program(command.split()) == program

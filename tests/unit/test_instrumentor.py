@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from importlib.metadata import entry_points
 
 import pytest
@@ -428,21 +429,41 @@ def test_the_flag_alone_turns_on_what_was_only_waiting_for_flags(
         (["megatron/core", "nemo/lens"], {"MEGATRON_OTEL_ENABLED": "1"}, False, None),  # a release
     ],
 )
+@pytest.mark.parametrize(
+    ("rank", "strategy", "records", "says"),
+    [(1, "single_rank", True, True), (0, "single_rank", False, False), (1, "all_ranks", True, False)],
+)
 def test_it_stands_aside_for_megatrons_own_telemetry_and_says_so_once(
-    megatron, monkeypatch, tmp_path, training, provider, caplog, folders, environment, stands_aside, said
+    megatron,
+    monkeypatch,
+    tmp_path,
+    arguments,
+    training,
+    provider,
+    caplog,
+    folders,
+    environment,
+    stands_aside,
+    said,
+    rank,
+    strategy,
+    records,
+    says,
 ):
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
         package = tmp_path / folder.partition("/")[0]
         (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    environment = {**environment, "MEGATRON_OTEL_RANK_STRATEGY": strategy, "RANK": str(rank), "WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     original = training.train_step
     megatron.instrument(tracer_provider=provider)
-    assert (training.train_step is original) == stands_aside
+    sys.modules["megatron.training.global_vars"].set_args(types.SimpleNamespace(rank=rank, world_size=2))
+    assert (training.train_step is not original) == (records and not stands_aside)
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == (said is not None)
+    assert len(messages) == (said is not None and says)
     assert all(said in message for message in messages)
 
 

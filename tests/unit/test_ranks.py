@@ -24,7 +24,10 @@ def exporting(world_size, local_size=None):
         ({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, (9, 16, 1)),
         ({"RANK": "x", "WORLD_SIZE": "2"}, (0, 1, 0)),
         ({"RANK": "2", "WORLD_SIZE": "2"}, (0, 1, 0)),
-        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, (3, 4, 0)),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, (3, 4, None)),
+        # the shell of an allocation is a step of its own
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, (0, 1, 0)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, (1, 2, 1)),
     ],
 )
 def test_the_launcher_tells_the_rank(monkeypatch, environment, place):

@@ -82,15 +82,4 @@ def test_a_service_name_from_a_flag_wins(monkeypatch):
 def test_the_run_id_is_what_the_scheduler_calls_the_run(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert ids.run_id() == expected
-
-
-def test_without_a_scheduler_the_run_id_comes_from_the_start_time_that_all_ranks_share(monkeypatch, fake_module):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    training = fake_module("megatron.training.training")
-    training._TRAIN_START_TIME = 1.0
-    older = ids.run_id()
-    training._LEGACY_TRAIN_START_TIME = 2.0  # from core 0.18 on this is the one that is reduced
-    assert ids.run_id() != older
-    assert ids.run_id() == ids.run_id()
-    assert len(older) == 12
+    assert ids.run_id(0) == expected

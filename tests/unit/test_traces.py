@@ -10,13 +10,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
+from standins import Store
 
-from megatron_autoinstrument import MegatronInstrumentor, config, instrumentor, patching, ranks, traces
+from megatron_autoinstrument import MegatronInstrumentor, config, ids, instrumentor, patching, ranks, traces
 from megatron_autoinstrument.spans import LIVE
 from megatron_autoinstrument.targets import p2p_communication, schedules
 
 TRAINING = """
-_TRAIN_START_TIME = 1234.5
 def pretrain(iterations, inprocess_call_wrapper=None):
     setup_model_and_optimizer()
     train(iterations)
@@ -61,8 +61,9 @@ def training(fake_module, monkeypatch):
 
 
 @pytest.fixture
-def spans_of(training, monkeypatch):
-    """What a rank records of a run of these iterations."""
+def spans_of(training, monkeypatch, torch_distributed):
+    """What a rank records of a run of these iterations, each by itself in a process that is new to the run's store."""
+    the_run = Store("ab12")
 
     def spans_of(
         rank,
@@ -70,15 +71,13 @@ def spans_of(training, monkeypatch):
         sampler=None,
         groups="all",
         generator=None,
-        run=1,
-        start_time=1234.5,
+        store=the_run,
         program=lambda pretrain, iterations: pretrain(iterations),
         **variables,
     ):
-        monkeypatch.setattr(training, "_TRAIN_START_TIME", start_time)
+        torch_distributed(rank, 4, store)
+        monkeypatch.setattr(ids, "_run", None)
         for name, value in {
-            "RANK": rank,
-            "WORLD_SIZE": 4,
             "MEGATRON_OTEL_SPAN_GROUPS": groups,
             "MEGATRON_OTEL_RANK_STRATEGY": "all_ranks",
             "NEMO_LENS_RUN_ID": "run",
@@ -89,7 +88,6 @@ def spans_of(training, monkeypatch):
         provider = TracerProvider(sampler=sampler, id_generator=generator)
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         recorder = instrumentor.RECORDER
-        monkeypatch.setattr(recorder, "_run_number", run - 1)
         MegatronInstrumentor().instrument(tracer_provider=provider)
         try:
             program(training.pretrain, iterations)
@@ -133,24 +131,61 @@ def test_evaluations_are_in_the_trace_of_the_run_on_all_ranks(spans_of):
 @pytest.mark.parametrize(
     "again",
     [
-        {"run": 2},  # of the same process
-        {"start_time": 9876.5},  # of another process
-        {"start_time": None, "TORCHELASTIC_RESTART_COUNT": "1"},
-        {"start_time": None, "SLURM_RESTART_COUNT": "1"},
+        {"store": Store("cd34")},  # another launch, or a restart of torchrun or SLURM
         {"NEMO_LENS_RUN_ID": "other"},
         {"iterations": [4, 0]},  # back to an earlier one
     ],
 )
 def test_an_iteration_that_is_run_again_has_another_trace(spans_of, again):
-    first = (
-        steps(spans_of(0, [0], start_time=again.get("start_time", 1234.5)))[1]
-        if again.get("start_time", 1) is None
-        else steps(spans_of(0, [0]))[1]
-    )
+    first = steps(spans_of(0, [0]))[1]
     again = {"iterations": [0], **again}
     second = steps(spans_of(0, again.pop("iterations"), **again))[1]
     assert first.context.trace_id != second.context.trace_id
     assert first.context.span_id != second.context.span_id
+
+
+def test_a_rank_that_is_instrumented_in_mid_run_joins_its_traces(spans_of, training):
+    def twice(pretrain, iterations):
+        pretrain(iterations)
+        pretrain(iterations)
+
+    def late(pretrain, iterations):
+        """Its own first run goes unrecorded, and of the second the first step."""
+        provider = MegatronInstrumentor()._given["traces"]
+        MegatronInstrumentor().uninstrument()
+        in_steps = iter([bool, bool, bool, lambda: MegatronInstrumentor().instrument(tracer_provider=provider)])
+        training.optimizer_step = lambda: next(in_steps, bool)()
+        twice(training.pretrain, iterations)
+
+    ordinary = spans_of(0, range(3), program=twice)
+    spans = spans_of(1, range(3), program=late)
+    assert sorted(steps(spans)) == [2, 3]
+    for number, step in steps(spans).items():
+        _, second = [span for span in ordinary if span.attributes.get("megatron.iteration") == number]
+        assert step.context.trace_id == second.context.trace_id
+    _, run = [span.context.trace_id for span in ordinary if span.name == "megatron.pretrain"]
+    assert {span.context.trace_id for span in spans if span.name == "megatron.evaluate"} == {run}
+
+
+def test_a_loop_of_ones_own_is_a_run_and_shares_its_traces(spans_of, training):
+    def loop(pretrain, iterations):
+        for _ in range(2):  # with the same arguments of Megatron's: one run, of which the second part goes back
+            training.setup_model_and_optimizer()
+            for iteration in iterations:
+                training.train_step(iteration=iteration)
+            training.evaluate(eval_iters=1)
+
+    of_ranks = [spans_of(rank, range(2), program=loop) for rank in (0, 1)]
+    found = [[s.context.trace_id for s in spans if s.name == "megatron.train_step"] for spans in of_ranks]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+    run = {
+        s.context.trace_id
+        for spans in of_ranks
+        for s in spans
+        if s.name in ("megatron.model_init", "megatron.evaluate")
+    }
+    assert len(run) == 1
 
 
 def test_a_ratio_keeps_whole_steps_the_same_ones_on_every_rank(spans_of):
@@ -251,8 +286,8 @@ def test_two_runs_in_one_process_share_no_id(spans_of, groups):
 
 @pytest.mark.parametrize("ratio", [0.01, 1e-6, 1e-12])
 def test_the_runs_own_trace_is_kept_however_few_steps_are(spans_of, ratio):
-    for run in range(1, 6):
-        spans = spans_of(0, range(3), ParentBased(TraceIdRatioBased(ratio)), run=run)
+    for word in "abcde":
+        spans = spans_of(0, range(3), ParentBased(TraceIdRatioBased(ratio)), store=Store(word))
         assert sum(span.name == "megatron.evaluate" for span in spans) == 3
 
 
@@ -281,7 +316,7 @@ def test_a_processor_that_fails_as_a_step_ends_does_not_silence_what_comes_after
     end, failed = recorder._end, []
 
     def ending(span, *args):
-        if span.name == "megatron.train_step" and recorder._held is None and not failed:
+        if getattr(span, "name", None) == "megatron.train_step" and recorder._held is None and not failed:
             failed.append(span)
             raise RuntimeError("a processor of theirs")
         end(span, *args)
