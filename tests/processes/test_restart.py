@@ -1,4 +1,4 @@
-"""An in-process restart: nvidia-resiliency-ext raises a BaseException into whatever line the training thread is at, ours
+"""An in-process restart: nvidia-resiliency-ext raises a BaseException into any line that the training thread is at, ours
 too, and calls `pretrain` again in the same process. The run is that of fixtures/standin_run.py.
 """
 
@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 START = """
@@ -75,7 +73,7 @@ def clean_run():
         "current": RECORDER.current is not None,
         "context": trace.get_current_span().get_span_context().is_valid,
         "waiting": len(RECORDER._waiting) + len(RECORDER._elsewhere) + len(RECORDER._background),
-        "threads": sorted(thread.name for thread in threading.enumerate() ),
+        "threads": sorted(thread.name for thread in threading.enumerate() if not thread.name.endswith("signals")),
     }
     return {"spans": found, "left": left, "losses": losses, "said": list(said)}
 """
