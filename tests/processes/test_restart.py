@@ -1,5 +1,5 @@
-"""An in-process restart: nvidia-resiliency-ext raises a BaseException into any line that the training thread is at, ours
-too, and calls `pretrain` again in the same process. The run is that of fixtures/standin_run.py.
+"""An in-process restart: nvidia-resiliency-ext raises a BaseException into any line that the training thread is at, one
+of ours too, and calls `pretrain` again in the same process. The run is that of fixtures/standin_run.py.
 """
 
 import json

@@ -24,8 +24,13 @@ def telling(seam):
 for seam in SEAMS:
     telling(seam)
 
-if __name__ == "__main__":
+
+def train():
     import pretrain_tiny_gpt
 
     pretrain_tiny_gpt.main()
     print(f"\nCALLED {' '.join(sorted(called))}\n", flush=True)
+
+
+if __name__ == "__main__":
+    train()

@@ -4,7 +4,10 @@ import os
 import sys
 import threading
 
-import pretrain_tiny_gpt
+if __name__ == "__main__":  # a child that is spawned loads this file, too
+    import telling_seams  # isort: skip
+
+import pretrain_tiny_gpt  # noqa: F401
 
 told = set()
 
@@ -24,4 +27,4 @@ def tell(event, arguments):
 sys.addaudithook(tell)
 
 if __name__ == "__main__":
-    pretrain_tiny_gpt.main()
+    telling_seams.train()
