@@ -1,118 +1,112 @@
-"""A long run of a fast loop with everything on, Python's garbage collector off as Megatron has it: what grows?
+"""A long run with everything on and Python's garbage collector off, as Megatron has it: what grows?
 
-python benchmarks/soak.py [STEPS]; it ends with status 1 where anything has grown after the warm-up.
+It is the run of fixtures/standin_run.py, in which each kind of call is made that is wrapped, exporting spans, metrics and
+logs over OTLP/gRPC to a receiver in another process.
+
+python benchmarks/soak.py [STEPS]; it ends with status 1 where anything has grown after the warm-up, or any span is lost.
 """
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
-import types
+from pathlib import Path
 
-from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-from megatron_autoinstrument import MegatronInstrumentor, sdk
+from megatron_autoinstrument import MegatronInstrumentor
 from megatron_autoinstrument.spans import RECORDER
 
-TRAINING = """
-_TRAIN_START_TIME = 1.0
-def pretrain(steps, each):
-    setup_model_and_optimizer()
-    train(steps, each)
-def setup_model_and_optimizer():
-    pass
-def train(steps, each):
-    for iteration in range(steps):
-        train_step(iteration=iteration)
-        if iteration % 1000 == 0:
-            evaluate()
-        each(iteration)
-def train_step(iteration):
-    from megatron.core.pipeline_parallel import schedules
-    schedules.forward_backward_no_pipelining(num_microbatches=2)
-def evaluate(eval_iters=1):
-    from megatron.core.pipeline_parallel import schedules
-    schedules.forward_backward_no_pipelining(num_microbatches=1, forward_only=True)
+sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+import standin_run
+
+EVERY = 100  # steps between evaluations, and between saves
+# The most that may be added from the warm-up to the end. One object in a hundred steps is more than that.
+BOUNDS = {"MiB": 4, "objects": 100, "threads": 0, "files": 0}
+MOST_IN_CYCLES = 1000  # of those that are made once
+
+# Counts what comes in, and says so when its standard input is closed.
+RECEIVER = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+spans = 0
+def traces(request, context):
+    global spans
+    found = ExportTraceServiceRequest.FromString(request).resource_spans
+    spans += sum(len(scope.spans) for resource in found for scope in resource.scope_spans)
+    return b""
+server = grpc.server(ThreadPoolExecutor(max_workers=4))
+for signal, answer in (("trace", traces), ("metrics", lambda *_: b""), ("logs", lambda *_: b"")):
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    service = f"opentelemetry.proto.collector.{signal}.v1.{signal.capitalize()}Service"
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": method}),))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+print(port, flush=True)
+sys.stdin.read()
+server.stop(None)
+print(spans, flush=True)
 """
-SCHEDULES = """
-def forward_backward_no_pipelining(*, num_microbatches, forward_only=False):
-    for number in range(num_microbatches):
-        forward_step(current_microbatch=number)
-        if not forward_only:
-            backward_step()
-def forward_step(current_microbatch):
-    pass
-def backward_step():
-    pass
-"""
-exported = 0
-
-
-class Spans(SpanExporter):
-    def export(self, spans):
-        global exported
-        exported += len(spans)
-        return SpanExportResult.SUCCESS
-
-
-class Metrics(MetricExporter):
-    def export(self, metrics_data, timeout_millis=0, **kwargs):
-        return MetricExportResult.SUCCESS
-
-    def force_flush(self, timeout_millis=0):
-        return True
-
-    def shutdown(self, timeout_millis=0, **kwargs):
-        pass
-
-
-def resident_mib():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def state():
+    """Of this process, while nothing waits to be exported."""
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     return {
-        "MiB": round(resident_mib(), 1),
+        "MiB": round(resident, 1),
+        "objects": len(gc.get_objects()),
         "threads": threading.active_count(),
         "files": len(os.listdir("/proc/self/fd")),
     }
 
 
 def main(steps):
-    os.environ.update(MEGATRON_OTEL_SPAN_GROUPS="all", MEGATRON_OTEL_METRICS_ENABLED="1")
-    for name in ("", ".core", ".core.pipeline_parallel", ".training"):
-        sys.modules[f"megatron{name}"] = types.ModuleType(f"megatron{name}")
-    for name, source in (("core.pipeline_parallel.schedules", SCHEDULES), ("training.training", TRAINING)):
-        module = sys.modules[f"megatron.{name}"] = types.ModuleType(f"megatron.{name}")
-        exec(source, vars(module))
-    sys.modules["megatron.core.pipeline_parallel"].schedules = sys.modules["megatron.core.pipeline_parallel.schedules"]
-    sdk._component = lambda kind, name: {"traces_exporter": Spans, "metrics_exporter": Metrics}[kind]
+    receiver = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    os.environ.update(
+        OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{receiver.stdout.readline().strip()}",
+        OTEL_METRIC_EXPORT_INTERVAL="1000",
+        MEGATRON_OTEL_SPAN_GROUPS="all",
+        MEGATRON_OTEL_LOGS_ENABLED="1",
+        no_proxy="127.0.0.1",
+    )
+    standin_run.install()
     MegatronInstrumentor().instrument()
     seen = []
 
     def each(iteration):
         while len(RECORDER._waiting) > 10_000:  # a real step takes longer
             time.sleep(0.001)
-        if (iteration + 1) % (steps // 10) == 0:
+        if iteration % (steps // 10) == 0:
+            RECORDER.flush()
             seen.append(state())
-            print(f"{iteration + 1:8d} steps", seen[-1], flush=True)
+            print(f"{iteration:8d} steps", seen[-1], flush=True)
 
     gc.collect()
     gc.disable()
     start = time.perf_counter()
-    sys.modules["megatron.training.training"].pretrain(steps, each)
+    standin_run.Run(steps + 1, each, every=EVERY).pretrain()
+    RECORDER.flush(final=True)
     seconds = time.perf_counter() - start
     in_cycles = gc.collect()
-    RECORDER.flush()
-    print(f"{exported} spans in {seconds:.0f} s; {in_cycles} objects in reference cycles at the end")
-    # The first fifth is warm-up.
-    grown = {key: seen[-1][key] - seen[1][key] for key in seen[0]}
+    received = int(receiver.communicate()[0])
+    print(f"{received} spans in {seconds:.0f} s; {in_cycles} objects in reference cycles at the end")
+    grown = {key: seen[-1][key] - seen[2][key] for key in seen[0]}  # the first fifth is warm-up
     print("grown since the warm-up:", grown)
-    lost = 6 * steps - exported
-    return int(grown["MiB"] > 8 or grown["threads"] > 0 or grown["files"] > 0 or in_cycles > 1000 or lost > 0)
+    too_much = any(grown[key] > bound for key, bound in BOUNDS.items()) or in_cycles > MOST_IN_CYCLES
+    return int(too_much or received != spans_of(steps + 1))
+
+
+def spans_of(steps):
+    """How many spans so many steps give, with their evaluations and saves and those after them."""
+    forward = 11  # a receive, the link around it, the microbatch, its batch, two layers of three spans, a send
+    step = 3 + 2 * (forward + 3) + 2  # backward: a receive, the microbatch, a send; a gradient sync's start and finish
+    others = (steps - 1) // EVERY + 1
+    return steps * step + others * (2 + 2 * forward + 4) + 6
 
 
 if __name__ == "__main__":

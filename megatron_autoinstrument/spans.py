@@ -265,9 +265,7 @@ class Recorder:
                 an earlier number has left open ends here: it was aborted at any point.
         """
         if run is not None and run != self.run_number:
-            self.close_open_records()
-            self._elsewhere.clear()
-            self.muted = 0
+            self._close_aborted_run()
         if self.current is not None:
             return None
         self.run_number = self.run_number + 1 if run is None else run
@@ -277,6 +275,18 @@ class Recorder:
         self._deferred = self.current if kind is LIVE else None
         self._ready = False
         return self.current
+
+    def _close_aborted_run(self) -> None:
+        """Ends all that a run left open which an exception ended at any point, be it inside this class."""
+        self.close_open_records()
+        now = time_ns()
+        for record in list(self._waiting):
+            if record.end is None:
+                record.end = now
+        self._elsewhere.clear()
+        self.muted = 0
+        self._muted_by = None
+        context_api.attach(context_api.Context())  # the context that is current may be that of a span which has ended
 
     def choose(self, groups: frozenset[str]) -> None:
         """The span groups that are on, known perhaps only since the deferred record began: a flag may leave it out."""
@@ -359,6 +369,7 @@ class Recorder:
         if self.muted:
             return False
         self._ready = True  # before: who instruments anew meanwhile has it connect once more
+        connect = self._connect
         try:
             return self._connect_now()
         except Exception:
@@ -370,6 +381,10 @@ class Recorder:
             self._muted_by = None
             self.mute(True)
             return False
+        except BaseException:  # a restart in the process: the next run connects
+            self._connect = self._connect or connect
+            self._ready = False
+            raise
 
     def _connect_now(self) -> bool:
         """Whether this rank records, as it has turned out."""

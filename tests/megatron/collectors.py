@@ -11,13 +11,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+class Endpoint(str):
+    """An URL."""
+
+    __slots__ = ("taken",)
+    taken: list[int]
+    """How many spans came with each Export, in this order; empty where none comes in."""
+
 
 _NAME = "opentelemetry.proto.collector.{0}.v1.{1}Service"
 _SERVICES = [_NAME.format(signal, signal.capitalize()) for signal in ("trace", "metrics", "logs")]
 
 
 @contextmanager
-def absent() -> Iterator[str]:
+def absent() -> Iterator[Endpoint]:
     """No packet is answered: the queue of connections not yet accepted is full."""
     with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
         listening.bind(("127.0.0.1", 0))
@@ -25,28 +35,28 @@ def absent() -> Iterator[str]:
         for filling in (first, second):
             filling.setblocking(False)
             filling.connect_ex(listening.getsockname())
-        yield _endpoint(listening)
+        yield _endpoint(listening.getsockname()[1])
 
 
 @contextmanager
-def refusing() -> Iterator[str]:
+def refusing() -> Iterator[Endpoint]:
     """Nobody listens on the port, and nobody else gets it."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        yield _endpoint(bound)
+        yield _endpoint(bound.getsockname()[1])
 
 
 @contextmanager
-def mute() -> Iterator[str]:
+def mute() -> Iterator[Endpoint]:
     """Takes connections and says nothing."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(64)
-        yield _endpoint(listening)
+        yield _endpoint(listening.getsockname()[1])
 
 
 @contextmanager
-def never_answering() -> Iterator[str]:
+def never_answering() -> Iterator[Endpoint]:
     """Speaks gRPC, and answers no Export."""
     stopped = threading.Event()
     with _serving(lambda request: stopped.wait()) as (endpoint, _):
@@ -55,21 +65,21 @@ def never_answering() -> Iterator[str]:
 
 
 @contextmanager
-def slow() -> Iterator[str]:
+def slow() -> Iterator[Endpoint]:
     """Takes 1.5 s for an Export."""
     with _serving(lambda request: time.sleep(1.5)) as (endpoint, _):
         yield endpoint
 
 
 @contextmanager
-def rejecting_by_size() -> Iterator[str]:
+def rejecting_by_size() -> Iterator[Endpoint]:
     """Takes no message of more than 1000 bytes: RESOURCE_EXHAUSTED."""
     with _serving(lambda request: None, ("grpc.max_receive_message_length", 1000)) as (endpoint, _):
         yield endpoint
 
 
 @contextmanager
-def dying() -> Iterator[str]:
+def dying() -> Iterator[Endpoint]:
     """Takes one Export, and is gone: in mid-run, where spans are exported that soon."""
     taken = threading.Event()
     with _serving(lambda request: taken.set()) as (endpoint, server):
@@ -78,25 +88,32 @@ def dying() -> Iterator[str]:
         taken.set()
 
 
-def _endpoint(bound: socket.socket) -> str:
-    return f"http://127.0.0.1:{bound.getsockname()[1]}"
+def _endpoint(port: int) -> Endpoint:
+    endpoint = Endpoint(f"http://127.0.0.1:{port}")
+    endpoint.taken = []
+    return endpoint
 
 
 @contextmanager
-def _serving(export: Callable[[bytes], Any], *options: tuple[str, int]) -> Iterator[tuple[str, grpc.Server]]:
+def _serving(export: Callable[[bytes], Any], *options: tuple[str, int]) -> Iterator[tuple[Endpoint, grpc.Server]]:
     """A server that does `export` for an Export of any signal and then answers that all is well."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=8), options=options)
+    endpoint = _endpoint(server.add_insecure_port("127.0.0.1:0"))
 
     def answer(request: bytes, context: Any) -> bytes:
         export(request)
         return b""
 
-    method = grpc.unary_unary_rpc_method_handler(answer)
-    server = grpc.server(ThreadPoolExecutor(max_workers=8), options=options)
+    def answer_traces(request: bytes, context: Any) -> bytes:
+        resources = ExportTraceServiceRequest.FromString(request).resource_spans
+        endpoint.taken.append(sum(len(scope.spans) for resource in resources for scope in resource.scope_spans))
+        return answer(request, context)
+
     for service in _SERVICES:
+        method = grpc.unary_unary_rpc_method_handler(answer_traces if "Trace" in service else answer)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": method}),))
-    port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        yield f"http://127.0.0.1:{port}", server
+        yield endpoint, server
     finally:
         server.stop(grace=0).wait()

@@ -2,13 +2,11 @@
 
 import contextlib
 import re
-import statistics
-import time
 from functools import cache
 
 import collectors
 import pytest
-from harness import EVERYTHING, INSTRUMENT, OLDEST_OTEL, PLAIN, SCRIPTS, train
+from harness import EVERYTHING, INSTRUMENT, OLDEST_OTEL, PLAIN, SCRIPTS, plain_losses, train
 
 OPTIONS = ("--train-iters", "30", "--eval-interval", "1000")
 
@@ -16,10 +14,14 @@ OPTIONS = ("--train-iters", "30", "--eval-interval", "1000")
 THEIRS, OURS = "theirs", "ours"
 NEW, OLD = "newest OpenTelemetry", "oldest OpenTelemetry"
 BOUND_S = {THEIRS: 10, OURS: 5}
-SLACK_S = 5  # of a busy machine. The stock SDK: 20 to 40 s, the oldest more than 200 s, without this package's part
+OTHERS_S = 1  # what else runs at the exit, on a busy machine. The stock SDK: 20 to 40 s, the oldest more than 200 s
+EXPORT_TIMEOUT_S = 10  # OpenTelemetry's default: so long a step would take, at the least, that waits for a collector
 
 # Where the metrics go to a collector that works, they tell what the failing one lost.
 ALL, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+SENT = {ALL: ["metrics", "traces"], TRACES: ["traces"]}
+# So that each signal has failed at least once before the exit: what fails only then may be given up before it is told.
+SOON = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_METRIC_EXPORT_INTERVAL": "500", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
 
 SITUATIONS = [
     (collectors.absent, THEIRS, NEW, ALL),
@@ -31,14 +33,18 @@ SITUATIONS = [
     (collectors.slow, OURS, NEW, ALL),
     (collectors.rejecting_by_size, OURS, NEW, TRACES),
 ]
+# Their exports succeed, as long as they do: in time, or until it is gone.
 TAKES_SOME = (collectors.dying, collectors.slow)
 
 # What OpenTelemetry's exporters and processors say of a failure, or this package in their place.
-TROUBLE = re.compile(r"(?:Transient error|Failed to export|Exporting).*?(traces|metrics)|Exception while|Queue|Timeout")
+TROUBLE = re.compile(r"Transient error|Failed to export|Exporting|Exception while|Queue|Timeout|Traceback|already shutdown")
+ONCE = "(Told once: "
 
 
 def trained(situation, providers, otel, signals):
     environment = {**EVERYTHING, "OTEL_METRICS_EXPORTER": "otlp"}
+    if situation is not collectors.slow:
+        environment |= SOON
     if providers == OURS:
         environment["INSTRUMENT_HERE"] = "1"
     with situation() if situation else contextlib.nullcontext() as endpoint:
@@ -52,9 +58,9 @@ def trained(situation, providers, otel, signals):
             environment=environment,
             otel=OLDEST_OTEL if otel == OLD else None,
         )
-        ended = time.time()
     assert run.status == 0, run.output[-3000:]
-    return run, ended - float(re.search(r"DONE AT (\S+)", run.output)[1])
+    done, left = (float(re.search(rf"{what} AT (\S+)", run.output)[1]) for what in ("DONE", "LEFT"))
+    return run, left - done, endpoint.taken if endpoint else []
 
 
 @cache
@@ -62,8 +68,14 @@ def healthy():
     return trained(None, THEIRS, NEW, ALL)
 
 
-def step_ms(run):
-    return statistics.median(map(float, re.findall(r"elapsed time per iteration \(ms\): (\S+)", run.output)))
+def steps_s(run):
+    found = [float(ms) / 1e3 for ms in re.findall(r"elapsed time per iteration \(ms\): (\S+)", run.output)]
+    assert len(found) == 30
+    return found
+
+
+def trouble(run):
+    return [line for line in run.output.splitlines() if TROUBLE.search(line) and "spans were dropped" not in line]
 
 
 def lost(run):
@@ -71,10 +83,10 @@ def lost(run):
 
 
 def test_a_healthy_collector_gets_every_span_and_nothing_is_said():
-    run, _ = healthy()
+    run, _, _ = healthy()
     assert len(run.spans) > 2000
     assert not lost(run)
-    assert not [line for line in run.output.splitlines() if TROUBLE.search(line)]
+    assert not trouble(run)
     assert not [point for point in run.points if point.name == "megatron.otel.spans_dropped"]
 
 
@@ -84,20 +96,26 @@ def test_a_healthy_collector_gets_every_span_and_nothing_is_said():
     ids=[f"{situation.__name__}, {providers}, {otel}" for situation, providers, otel, _ in SITUATIONS],
 )
 def test_a_collector_that_fails_harms_nothing_and_is_told_of_once(situation, providers, otel, signals):
-    well, well_exit_s = healthy()
-    run, exit_s = trained(situation, providers, otel, signals)
-    assert run.losses == well.losses
-    assert step_ms(run) < 2 * step_ms(well)
-    assert exit_s - well_exit_s < BOUND_S[providers] + SLACK_S
+    number = len(healthy()[0].spans)
+    run, exit_s, taken = trained(situation, providers, otel, signals)
+    assert run.losses == plain_losses(*OPTIONS, ranks=1)
+    assert max(steps_s(run)[1:]) < EXPORT_TIMEOUT_S / 2
+    assert exit_s < BOUND_S[providers] + OTHERS_S
 
-    trouble = [match[1] for line in run.output.splitlines() if (match := TROUBLE.search(line))]
-    assert len(trouble) == len(set(trouble)) <= 2, trouble  # one of each signal
+    # One line of each signal; what is slow fails at no time.
+    said = trouble(run)
+    assert all(ONCE in line for line in said), said
+    signals_said = sorted(signal for line in said for signal in ("metrics", "traces") if signal in line)
+    assert signals_said == ([] if situation is collectors.slow else SENT[signals]), said
+    assert len(said) == len(signals_said), said
 
     (dropped,) = lost(run)
     if situation in TAKES_SOME:
-        assert 0 < dropped < len(well.spans)
+        # Of what was under way at the end, nobody knows.
+        assert number - sum(taken) <= dropped <= number - sum(taken[:-1])
+        assert 0 < dropped < number
     else:
-        assert dropped == len(well.spans)
+        assert dropped == number
     if signals == TRACES:
         counted = [point.value for point in run.points if point.name == "megatron.otel.spans_dropped"]
         assert max(counted) == dropped

@@ -1,7 +1,9 @@
-"""Nothing is in the contract that no real run of Megatron has produced, fixtures/unproven.toml excepted; and nothing of
-ours arrives that is neither in the contract nor in the README.
+"""Nothing is in the contract that no real run of Megatron has produced, and nothing is wrapped that none has called,
+fixtures/unproven.toml excepted; and nothing of ours arrives that is neither in the contract nor in the README.
 """
 
+import re
+from fnmatch import fnmatch
 from functools import cache
 
 import pytest
@@ -10,11 +12,15 @@ import test_metrics
 import test_resource
 import test_ways_in
 import tomllib
-from harness import FIXTURES, INSTRUMENT, PLAIN, PTH, ROOT, train
+from harness import FIXTURES, INSTRUMENT, PLAIN, PTH, ROOT, SCRIPTS, train
 from test_spans_of_a_run import SCENARIOS, run_of
 
+from megatron_autoinstrument.targets import SEAMS
+
 CONTRACT = tomllib.loads((FIXTURES / "telemetry.toml").read_text())
-UNPROVEN = {span["name"] for span in tomllib.loads((FIXTURES / "unproven.toml").read_text())["span"]}
+UNPROVEN = tomllib.loads((FIXTURES / "unproven.toml").read_text())
+UNPROVEN_FUNCTIONS = [name for entry in UNPROVEN["function"] for name in entry["names"]]
+FUNCTIONS = [f"{seam.module}:{seam.path}" for seam in SEAMS]
 README = (ROOT / "README.md").read_text()
 SPANS = {span["name"]: span for span in CONTRACT["span"]}
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
@@ -33,6 +39,7 @@ def configured():
         "--pipeline-model-parallel-size",
         "2",
         way=PTH,
+        script=SCRIPTS / "telling_seams.py",
         environment={
             "MEGATRON_OTEL_RANK_STRATEGY": "single_rank",
             "MEGATRON_OTEL_EXPORT_RANK": "0",
@@ -97,7 +104,7 @@ EFFECTS = {
 @pytest.mark.parametrize("name", SPANS)
 def test_each_span_comes_with_each_of_its_attributes(name):
     found = [span for span in spans() if span.name == name]
-    assert bool(found) == (name not in UNPROVEN)
+    assert bool(found) == (name not in {span["name"] for span in UNPROVEN["span"]})
     for attribute, kind in SPANS[name].get("attributes", {}).items():
         values = {type(span.attributes[attribute]) for span in found if attribute in span.attributes}
         assert values == {TYPES[kind.split()[0]]}, attribute
@@ -111,9 +118,19 @@ def test_what_else_arrives_is_in_the_readme():
 
 
 @pytest.mark.parametrize("name", [metric["name"] for metric in CONTRACT["metric"]])
-def test_each_metric_comes(name):
-    run = test_metrics.run_of(INSTRUMENT, "--log-throughput")
-    assert name in {point.name for point in run.points}
+def test_each_metric_comes_and_measures_something(name):
+    runs = [test_metrics.run_of(INSTRUMENT, *options) for options in (("--log-throughput",), test_metrics.OVERFLOWING)]
+    values = [point.value for run in runs for point in run.points if point.name == name]
+    assert values
+    assert any(values) == (name not in {metric["name"] for metric in UNPROVEN["metric"]})
+
+
+def test_what_is_wrapped_is_called_in_a_run_or_listed_as_unproven():
+    runs = [*map(run_of, SCENARIOS), test_metrics.run_of(INSTRUMENT, "--log-throughput"), configured()]
+    called = {name for run in runs for line in re.findall(r"^CALLED (.*)$", run.output, re.M) for name in line.split()}
+    listed = {name for name in FUNCTIONS if any(fnmatch(name, pattern) for pattern in UNPROVEN_FUNCTIONS)}
+    assert called | listed == set(FUNCTIONS)
+    assert not called & listed
 
 
 @pytest.mark.parametrize("key", CONTRACT["resource"])

@@ -4,7 +4,7 @@ import re
 from functools import cache
 
 import pytest
-from harness import EVERYTHING, INSTRUMENT, PTH, plain_losses, train
+from harness import EVERYTHING, INSTRUMENT, PTH, SCRIPTS, plain_losses, train
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 OFTEN = {**EVERYTHING, "OTEL_METRICS_EXPORTER": "otlp", "OTEL_METRIC_EXPORT_INTERVAL": "10"}
@@ -27,7 +27,7 @@ PRINTED = {
 
 @cache
 def run_of(way, *options):
-    run = train(*PIPELINE, *options, way=way, environment=OFTEN)
+    run = train(*PIPELINE, *options, way=way, script=SCRIPTS / "telling_seams.py", environment=OFTEN)
     assert run.status == 0, run.output[-3000:]
     return run
 

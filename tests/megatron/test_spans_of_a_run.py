@@ -1,5 +1,6 @@
 """Every documented span of a real run: its number on each rank, its parent, its time; and the run's losses."""
 
+import re
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from functools import cache
 
 import pytest
 import tomllib
-from harness import EVERYTHING, FIXTURES, INSTRUMENT, PLAIN, Run, plain_losses, train
+from harness import EVERYTHING, FIXTURES, INSTRUMENT, PLAIN, SCRIPTS, Run, plain_losses, train
 
 CONTRACT = tomllib.loads((FIXTURES / "telemetry.toml").read_text())
 DOCUMENTED_PARENT = {span["name"]: span.get("parent") for span in CONTRACT["span"]}
@@ -32,6 +33,7 @@ class Scenario:
     evaluations: int = 4  # two in the loop, one each on the validation and the test set after it
     more: tuple[str, ...] = field(default=())
     recompute: bool = False  # every layer, in the backward pass
+    script: str = "telling_seams.py"
 
     @property
     def stages(self) -> int:
@@ -56,7 +58,7 @@ SCENARIOS = {
     "interleaved": Scenario(INTERLEAVED, chunks=2),
     "overlapped gradients": Scenario(OVERLAP, ranks=4, data_parallel=2),
     "recomputing": Scenario(PIPELINE + RECOMPUTE, recompute=True),
-    "saving asynchronously": Scenario(PIPELINE, save="torch_dist", more=ASYNC),
+    "saving asynchronously": Scenario(PIPELINE, save="torch_dist", more=ASYNC, script="with_writers.py"),
 }
 
 scenarios = pytest.mark.parametrize("name", SCENARIOS)
@@ -83,7 +85,8 @@ def run_of(name: str) -> Run:
     scenario = SCENARIOS[name]
     if scenario.load:
         run_of(scenario.load)
-    run = train(*options(name, INSTRUMENT), ranks=scenario.ranks, environment=EVERYTHING)
+    script = SCRIPTS / scenario.script
+    run = train(*options(name, INSTRUMENT), ranks=scenario.ranks, script=script, environment=EVERYTHING)
     assert run.status == 0, run.output[-3000:]
     return run
 
@@ -308,6 +311,17 @@ def test_an_asynchronous_save_tells_launching_apart_from_writing():
         launches = [child for child in save.children if child.name == "megatron.save_checkpoint.io_write"]
         assert all(span.attributes["megatron.checkpoint.async"] for span in [save, *launches])
     assert not any("megatron.checkpoint.async" in span.attributes for span in run_of("pipeline, saving").spans)
+
+
+def test_the_processes_that_write_an_asynchronous_save_record_and_export_nothing():
+    run = run_of("saving asynchronously")
+    ranks = {span.resource["process.pid"] for span in run.spans}
+    writers = re.findall(r"^WRITER (\d+) (.*)$", run.output, re.MULTILINE)
+    assert len(ranks) == 2
+    assert len(writers) >= 2  # one for each rank at least
+    for process, at_work in writers:
+        assert int(process) not in ranks
+        assert at_work == "[]"
 
 
 def _within(span, ancestor):

@@ -1,4 +1,5 @@
 import math
+import types
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -125,3 +126,12 @@ def test_what_a_rank_does_not_hold_is_not_recorded(log, reader):
     assert not {"megatron.training.loss", "megatron.training.grad_norm", "megatron.training.learning_rate"} & set(
         points(reader)
     )
+
+
+def test_the_peak_of_the_device_memory_is_in_gib(log, reader, fake_module):
+    cuda = types.SimpleNamespace(is_available=lambda: True, max_memory_allocated=lambda: 3 * 2**29)
+    fake_module("torch").cuda = cuda
+    log(2, 4.0)
+    assert points(reader)["megatron.training.memory_allocated_gb"] == 1.5
+    cuda.is_available = lambda: False
+    assert training.global_vars.peak_device_memory_gib() is None
