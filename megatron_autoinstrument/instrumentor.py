@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
-
-from megatron_autoinstrument import ab, autoload, config, groups, native, patching, ranks, signals
+from megatron_autoinstrument import ab, autoload, config, declarative, groups, native, patching, ranks, signals
+from megatron_autoinstrument.base import BaseInstrumentor
 from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.targets import arguments
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.sdk import Connection
@@ -47,6 +47,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
     else is being done comes after it, and nobody waits for that for ever.
     """
 
+    configuration = config.Configuration  # opentelemetry-configuration asks for it by this name
     _waiting: Any = None  # for Megatron's import
     _given: dict[str, Any] = {}  # providers
 
@@ -56,6 +57,8 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
         return ()
 
     def instrument(self, **kwargs: Any) -> None:
+        if self.is_instrumented_by_opentelemetry and declarative.is_set():
+            return  # opentelemetry-instrument calls it once for the file, and once as always
         _in_turn(functools.partial(super().instrument, **kwargs))
 
     def uninstrument(self, **kwargs: Any) -> None:
@@ -70,13 +73,15 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             tracer_provider: The provider to use in place of the global one. Given any, none is built by us.
             meter_provider: Likewise.
             logger_provider: Likewise.
+            kwargs: Settings by the names of `config.Configuration`, such as `span_groups="all"`. They beat variables.
         """
         try:
-            self._given = {signal: kwargs.get(f"{name}_provider") for signal, name in _PROVIDERS.items()}
+            self._given = {signal: kwargs.pop(f"{name}_provider", None) for signal, name in _PROVIDERS.items()}
+            config.take(kwargs)
             if any(name == "megatron" or name.startswith("megatron.") for name in list(sys.modules)):
-                _install(self._given)
+                _begin(self._given)
             else:
-                self._waiting = autoload.before_megatron(lambda: _in_turn(lambda: _install(self._given)))
+                self._waiting = autoload.before_megatron(lambda: _in_turn(lambda: _begin(self._given)))
         except Exception:
             if patching.reraise_internal_errors:
                 raise
@@ -176,6 +181,11 @@ def accept_flags() -> None:
     _in_turn(lambda: _patch(frozenset()))
 
 
+def _begin(given: Mapping[str, Any]) -> None:
+    arguments.teach()  # before anything that could fail
+    _install(given)
+
+
 def _install(given: Mapping[str, Any]) -> None:
     place = ranks.current()
     settings = config.from_environment(place)
@@ -268,6 +278,7 @@ def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
     LEDGER.uninstall()
+    arguments.take_back()
     return watched
 
 
@@ -277,7 +288,8 @@ def _patch(wanted: frozenset[str]) -> None:
     schedules.running = None  # in the middle of a pass nobody has counted its calls
     global_vars.when_known = lambda args: _in_turn(lambda: _apply_flags(args))
     RECORDER.choose(wanted)
-    LEDGER.install(SEAMS, wanted | {groups.FLAGS})
+    arguments.teach()
+    LEDGER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS})
 
 
 def _apply_flags(args: Any) -> None:
