@@ -26,5 +26,13 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         import importlib
 
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        except Exception as error:
+            if name != "MegatronInstrumentor":
+                raise
+            from megatron_autoinstrument import unavailable
+
+            unavailable.reason = f"{type(error).__name__}: {error}"
+            return unavailable.MegatronInstrumentor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -58,22 +58,26 @@ def from_pth() -> None:
 
 
 def _instrument_if_enabled() -> None:
+    flagged = any(argument.startswith("--otel-") for argument in sys.argv)
+    if flagged:
+        teach_flags()
     from megatron_autoinstrument import config, ranks
 
     place, known = ranks.look()
     told = known > ranks.Known.GUESSED
     on = config.enabled(warn=told and place.rank == 0)
-    flagged = any(argument.startswith("--otel-") for argument in sys.argv)
     # A value that is neither is named once the rank that does so is known: with Megatron's arguments.
-    if not on and not flagged and (told or on is False):
+    if on is False or (told and not (on or flagged)):
         return
-    from megatron_autoinstrument.instrumentor import MegatronInstrumentor, accept_flags
+    from megatron_autoinstrument import MegatronInstrumentor
 
     if MegatronInstrumentor().is_instrumented_by_opentelemetry:
         return
-    if on or (on is None and "--otel-enabled" in sys.argv):
+    if on or "--otel-enabled" in sys.argv:
         MegatronInstrumentor().instrument()
     else:
+        from megatron_autoinstrument.instrumentor import accept_flags
+
         accept_flags()
 
 
@@ -99,6 +103,41 @@ def _program(command: list[str]) -> str:
         elif not word.startswith("-"):
             return os.path.basename(word)
     return ""
+
+
+def teach_flags() -> None:
+    """Lets Megatron's parser know our flags: an unmodified Megatron exits on them. It takes nothing of OpenTelemetry,
+    and does without wrapt where that can't be imported, so that no fault elsewhere stops training there."""
+    try:
+        from megatron_autoinstrument.targets import arguments
+
+        arguments.teach()
+    except Exception:  # noqa: BLE001
+        if not any(isinstance(finder, _TeachingFlags) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _TeachingFlags())
+
+
+class _TeachingFlags:
+    """A finder of Megatron's arguments alone, which has their module know our flags once it is executed."""
+
+    def __init__(self) -> None:
+        from importlib.machinery import PathFinder
+
+        from megatron_autoinstrument import flags
+
+        self._find, self._flags = PathFinder.find_spec, flags
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        spec = self._find(name, path, target) if name == self._flags.MODULE else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_teach(module: ModuleType) -> None:
+                execute(module)
+                self._flags.teach(module)
+
+            spec.loader.exec_module = execute_and_teach  # type: ignore[method-assign]
+        return spec
 
 
 def keep_for_workers() -> None:

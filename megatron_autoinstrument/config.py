@@ -1,15 +1,16 @@
-"""What the environment asks for. A value that can't be used is named in one warning and the default stands."""
+"""What flags, `instrument()`, the file of OTEL_CONFIG_FILE and the environment ask for: the first of these that has a
+setting decides it. A value that can't be used is named in one warning and the default stands."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Container
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, TypeVar
 
+from megatron_autoinstrument import declarative, groups, ranks, sampling
 from megatron_autoinstrument import environment_variables as names
-from megatron_autoinstrument import groups, ranks, sampling
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -17,6 +18,26 @@ _warned: set[tuple[str, str]] = set()
 
 flags: dict[str, str | None] = {}
 """What Megatron's command line or configuration says of `--otel-span-groups` and `--otel-service-name`, once parsed."""
+
+given: dict[str, Any] = {}
+"""What `instrument()` was called with, by the settings' names."""
+
+_PREFIX = "MEGATRON_OTEL_"
+
+
+def _take_known(self: Any, **options: Any) -> None:
+    for field in fields(self):
+        setattr(self, field.name, options.get(field.name))
+
+
+Configuration = make_dataclass(
+    "Configuration",
+    [(name.removeprefix(_PREFIX).lower(), Any, None) for name in vars(names) if name.startswith(_PREFIX)],
+    init=False,
+    namespace={"__init__": _take_known},  # what is unknown is named below: opentelemetry-configuration's is a traceback
+)
+"""The settings as `instrument()` takes them and as they stand in the file of OTEL_CONFIG_FILE, each named as its
+variable is: `span_groups` for MEGATRON_OTEL_SPAN_GROUPS."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +59,7 @@ class Config:
 
 
 def from_environment(place: ranks.Rank, warn: bool | None = None, settled: bool = True) -> Config:
-    """Reads the `MEGATRON_OTEL_*` variables and their `NEMO_LENS_*` fallbacks.
+    """Reads all settings, among them the `MEGATRON_OTEL_*` variables and their `NEMO_LENS_*` fallbacks.
 
     Args:
         place: This process's place: the first rank is the one that warns, and MEGATRON_OTEL_EXPORT_RANK must exist.
@@ -47,6 +68,8 @@ def from_environment(place: ranks.Rank, warn: bool | None = None, settled: bool 
     """
     last = place.world_size - 1
     warn = place.rank == 0 if warn is None else warn
+    if warn and declarative.is_set():
+        _name_unknown(declarative.settings(), "%s in OTEL_CONFIG_FILE")
 
     def read(
         name: str,
@@ -99,8 +122,12 @@ def from_environment(place: ranks.Rank, warn: bool | None = None, settled: bool 
 
 
 def enabled(*, warn: bool) -> bool | None:
-    """What MEGATRON_OTEL_ENABLED says, or None. The SDK's own switch, too, leaves nothing to record for."""
+    """Whether recording is asked for; None: nobody said. False in MEGATRON_OTEL_ENABLED beats all else, and the SDK's
+    own switch, too, leaves nothing to record for."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    variables = map(os.environ.get, ("MEGATRON_OTEL_ENABLED", "NEMO_LENS_ENABLED"))
+    if next((value.strip().lower() for value in variables if value and value.strip()), "") in _FALSE:
         return False
     return _read(names.MEGATRON_OTEL_ENABLED, _boolean, None, _BOOLEANS, None, None, warn=warn)
 
@@ -116,10 +143,15 @@ def _read(
     warn: bool,
 ) -> _T:
     variables = [name, *([alias] if alias else [])]
-    variables += [variable.replace("MEGATRON_OTEL_", "NEMO_LENS_") for variable in variables]
-    given = [(flag, flags.get(flag) or "")] if flag else []
-    given += [(variable, os.environ.get(variable, "").strip()) for variable in variables]
-    for source, value in given:
+    settings = [variable.removeprefix(_PREFIX).lower() for variable in variables]
+    variables += [variable.replace(_PREFIX, "NEMO_LENS_") for variable in variables]
+    sources = [(flag, flags.get(flag) or "")] if flag else []
+    sources += [(f"instrument({setting}=…)", _text(given.get(setting))) for setting in settings]
+    if declarative.is_set():
+        file = declarative.settings()
+        sources += [(f"{setting} in OTEL_CONFIG_FILE", _text(file.get(setting))) for setting in settings]
+    sources += [(variable, os.environ.get(variable, "").strip()) for variable in variables]
+    for source, value in sources:
         if not value:
             continue
         try:
@@ -133,14 +165,38 @@ def _read(
     return default
 
 
-_BOOLEANS = "1, true, yes, on, 0, false, no, off"
+def _text(value: Any) -> str:
+    """A setting as its variable would have it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return "" if value is None else str(value).strip()
+
+
+def take(options: Mapping[str, Any]) -> None:
+    """Keeps the settings that `instrument()` was given; what is none is named in one warning."""
+    given.clear()
+    given.update(options)
+    _name_unknown(options, "instrument(%s=…)")
+
+
+def _name_unknown(settings: Mapping[str, Any], where: str) -> None:
+    known = sorted(field.name for field in fields(Configuration))
+    for name in settings.keys() - set(known):
+        source = where % name
+        if (source, name) not in _warned:
+            _warned.add((source, name))
+            _logger.warning("%s is ignored: there is no such setting. Allowed: %s.", source, ", ".join(known))
+
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_BOOLEANS = ", ".join(_TRUE + _FALSE)
 
 
 def _boolean(value: str) -> bool:
     lowered = value.lower()
-    if lowered in ("1", "true", "yes", "on"):
+    if lowered in _TRUE:
         return True
-    if lowered in ("0", "false", "no", "off"):
+    if lowered in _FALSE:
         return False
     raise ValueError(value)
 

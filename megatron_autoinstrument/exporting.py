@@ -160,7 +160,7 @@ def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
     watched = []
     for holder in holders(provider):
         inner = _inner(holder)
-        exporter = getattr(inner, "_exporter", None) or getattr(inner, "span_exporter", None)
+        exporter = exporter_of(holder)
         if exporter is None or not type(holder).__module__.startswith("opentelemetry.sdk."):
             continue
         try:
@@ -182,6 +182,12 @@ def holders(provider: Any) -> list[Any]:
         if (found := getattr(owner, name, None)) is not None:
             return list(found)
     return []
+
+
+def exporter_of(holder: Any) -> Any | None:
+    """The exporter that a processor or reader of the SDK's exports with."""
+    inner = _inner(holder)
+    return getattr(inner, "_exporter", None) or getattr(inner, "span_exporter", None)
 
 
 def _inner(holder: Any) -> Any:

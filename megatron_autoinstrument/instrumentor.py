@@ -15,10 +15,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import wrapt
-from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
-from megatron_autoinstrument import ab, autoload, config, groups, native, patching, ranks, signals
+from megatron_autoinstrument import ab, autoload, config, declarative, groups, native, patching, ranks, signals
+from megatron_autoinstrument.base import BaseInstrumentor
 from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.targets import arguments
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.sdk import Connection
@@ -55,6 +56,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
     else is being done comes after it, and nobody waits for that for ever.
     """
 
+    configuration = config.Configuration  # opentelemetry-configuration asks for it by this name
     _waiting: Any = None  # for Megatron's import
     _given: dict[str, Any] = {}  # providers
 
@@ -64,6 +66,8 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
         return ()
 
     def instrument(self, **kwargs: Any) -> None:
+        if self.is_instrumented_by_opentelemetry and declarative.is_set():
+            return  # opentelemetry-instrument calls it once for the file, and once as always
         _in_turn(functools.partial(super().instrument, **kwargs))
 
     def uninstrument(self, **kwargs: Any) -> None:
@@ -78,13 +82,15 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             tracer_provider: The provider to use in place of the global one. Given any, none is built by us.
             meter_provider: Likewise.
             logger_provider: Likewise.
+            kwargs: Settings by the names of `config.Configuration`, such as `span_groups="all"`. They beat variables.
         """
         try:
-            self._given = {signal: kwargs.get(f"{name}_provider") for signal, name in _PROVIDERS.items()}
+            self._given = {signal: kwargs.pop(f"{name}_provider", None) for signal, name in _PROVIDERS.items()}
+            config.take(kwargs)
             if any(name == "megatron" or name.startswith("megatron.") for name in list(sys.modules)):
-                _install(self._given)
+                _begin(self._given)
             else:
-                self._waiting = autoload.before_megatron(lambda: _in_turn(lambda: _install(self._given)))
+                self._waiting = autoload.before_megatron(lambda: _in_turn(lambda: _begin(self._given)))
         except Exception:
             if patching.reraise_internal_errors:
                 raise
@@ -255,6 +261,11 @@ def _say_once(message: str) -> None:
         _logger.warning(message)
 
 
+def _begin(given: Mapping[str, Any]) -> None:
+    arguments.teach()  # before anything that could fail
+    _install(given)
+
+
 def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> None:
     global _decision
     place, settings, records = _decision = decision or _decide()
@@ -342,6 +353,7 @@ def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
     LEDGER.uninstall()
+    arguments.take_back()
     return watched
 
 
@@ -353,7 +365,8 @@ def _patch(wanted: frozenset[str]) -> None:
     schedules.running = None  # in the middle of a pass nobody has counted its calls
     global_vars.when_known = lambda args: _in_turn(lambda: _apply_flags(args))
     RECORDER.choose(wanted)
-    LEDGER.install(SEAMS, wanted | {groups.FLAGS})
+    arguments.teach()
+    LEDGER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS})
 
 
 def _apply_flags(args: Any) -> None:

@@ -31,7 +31,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
-from megatron_autoinstrument import exporting, ids
+from megatron_autoinstrument import declarative, exporting, ids
 from megatron_autoinstrument.direct import Direct
 from megatron_autoinstrument.metrics import SPANS_DROPPED
 from megatron_autoinstrument.redact import without_secrets
@@ -222,7 +222,9 @@ def connect(
     providers = {}
     for name, given in wanted.items():
         try:
-            providers[name] = _provider(_SIGNALS[name], given, new, build)
+            provider = _provider(_SIGNALS[name], given, new, build)
+            if provider is not None:
+                providers[name] = provider
         except Exception as error:  # noqa: BLE001
             reason = without_secrets(str(error))
             _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, reason)
@@ -244,7 +246,9 @@ def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
     if "Proxy" in type(provider).__name__:
         if not build:
             return provider
-        provider = _ours[signal.name] = _build(signal, new)
+        provider = _build(signal, new)
+        if provider is not None:
+            _ours[signal.name] = provider
     elif provider not in _ours.values():
         _complete(provider, new)
         # In a forked child their readers start again and repeat what this rank has recorded, as this rank.
@@ -256,26 +260,42 @@ def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
     return provider
 
 
-def _build(signal: _Signal, new: _New) -> Any:
+def _build(signal: _Signal, new: _New) -> Any | None:
     """A provider from the standard `OTEL_*` variables, set globally so that what the user records is exported too.
 
     The SDK's own configurator sets its provider before it has made the exporters, and one without any stays where
     that fails, and it makes all three at once; here all of one signal is made first.
 
+    Returns:
+        None where OTEL_CONFIG_FILE is set and leaves the signal out.
+
     Raises:
         RuntimeError: an exporter, sampler or id generator that was asked for is not installed.
     """
-    exporter = new.exporter
-    if exporter is None:
-        exporter = os.environ.get(f"OTEL_{signal.name.upper()}_EXPORTER", "").strip() or "otlp"
-    exporters = [
-        _silent_in_children(_component(f"{signal.name}_exporter", _entry_point(name.strip(), signal.name))())
-        for name in exporter.split(",")
-        if name.strip() != "none"
-    ]
-    provider = signal.build(exporters, _described(Resource.create(), new), new)
+    if declarative.is_set():
+        provider = declarative.provider(signal.name, lambda resource: _described(resource, new))
+        if provider is None:
+            return None
+        for holder in exporting.holders(provider):
+            _silent_in_children(exporting.exporter_of(holder))
+        atexit.unregister(provider.shutdown)  # it has no bound; our own exit has
+    else:
+        exporters = [
+            _silent_in_children(_component(f"{signal.name}_exporter", _entry_point(name, signal.name))())
+            for name in _exporters(signal.name, new.exporter)
+        ]
+        provider = signal.build(exporters, _described(Resource.create(), new), new)
     signal.set(provider)
     return provider
+
+
+def _exporters(signal: str, chosen: str | None) -> list[str]:
+    """The exporters to make: `none` in the standard variable is none, whatever else is chosen."""
+    standard = os.environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip()
+    if standard.lower() == "none":
+        return []
+    names = [name.strip() for name in (chosen or standard or "otlp").split(",")]
+    return [name for name in names if name and name.lower() != "none"]
 
 
 def _tracer_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
@@ -386,7 +406,8 @@ def _described(has: Resource, new: _New) -> Resource:
         if re.fullmatch(default, str(has.attributes.get(key, "")))
     }
     chosen = set(has.attributes) - made_up
-    chosen |= {pair.partition("=")[0].strip() for pair in os.environ.get(OTEL_RESOURCE_ATTRIBUTES, "").split(",")}
+    if not declarative.is_set():  # or the variable counts for nothing
+        chosen |= {pair.partition("=")[0].strip() for pair in os.environ.get(OTEL_RESOURCE_ATTRIBUTES, "").split(",")}
     added = {key: value for key, value in new.attributes.items() if key not in chosen}
     if new.service_name:
         added["service.name"] = new.service_name

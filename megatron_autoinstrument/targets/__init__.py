@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from megatron_autoinstrument.patching import Seam
 
@@ -30,4 +31,13 @@ _TARGETS = (
     "transformer_layer",
 )
 
-SEAMS: tuple[Seam, ...] = tuple(seam for name in _TARGETS for seam in import_module(f"{__name__}.{name}").SEAMS)
+SEAMS: tuple[Seam, ...]
+"""All of them. Only now are the modules imported, and OpenTelemetry with them: to teach flags takes neither."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SEAMS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    global SEAMS
+    SEAMS = tuple(seam for target in _TARGETS for seam in import_module(f"{__name__}.{target}").SEAMS)
+    return SEAMS

@@ -39,6 +39,7 @@ def _nothing_is_current():
 @pytest.fixture(autouse=True)
 def _no_flags(monkeypatch):
     monkeypatch.setattr(config, "flags", {})
+    monkeypatch.setattr(config, "given", {})
     monkeypatch.setattr(config, "_warned", set())
 
 

@@ -1,0 +1,53 @@
+"""The flags of Megatron's guide, for a Megatron that doesn't know them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_autoinstrument.groups import GROUPS, PRESETS
+
+MODULE = "megatron.training.arguments"
+"""Megatron's module that makes the parser."""
+
+FUNCTIONS = ("add_megatron_arguments", "_add_network_size_args")
+"""Its functions that take the parser and return it. The second, one of those that the first calls, is for Megatron core
+before 0.12, which has no first."""
+
+# A default of None, so that Megatron's `args_defaults` can set them.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--otel-enabled": {"action": "store_true", "help": "Record this run with OpenTelemetry."},
+    "--otel-service-name": {"type": str, "help": "The resource attribute service.name (default: megatron-lm)."},
+    "--otel-span-groups": {
+        "type": str,
+        "help": f"Which spans to record: presets ({', '.join(PRESETS)}) and groups ({', '.join(GROUPS)}), "
+        "with commas between them.",
+    },
+}
+
+
+def add(parser: Any) -> None:
+    """Adds to `parser` those that it lacks: where Megatron has them, its own stay."""
+    missing = [flag for flag in _FLAGS if parser is not None and flag not in parser._option_string_actions]
+    if missing:
+        group = parser.add_argument_group(title="opentelemetry")
+        for flag in missing:
+            group.add_argument(flag, default=None, **_FLAGS[flag])
+
+
+def teach(module: Any) -> None:
+    """Has Megatron's module of arguments add them, without what patching.py needs."""
+    name = next((name for name in FUNCTIONS if hasattr(module, name)), None)
+    if name is not None:
+        setattr(module, name, _adding(getattr(module, name)))
+
+
+def _adding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        add(parser)
+        return parser
+
+    return wrapper
