@@ -4,18 +4,25 @@ what the span itself does. Whoever brings a sampler, a processor or limits of an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SynchronousMultiSpanProcessor, Tracer
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, StaticSampler, TraceIdRatioBased
 from opentelemetry.trace import Link, SpanContext
 
 from megatron_autoinstrument.ids import PrivateIdGenerator, random_span_id
+from megatron_autoinstrument.sampling import keeps_what_is_inside
+
+_logger = logging.getLogger(__name__)
 
 _PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
+
+
+_given_up = False
 
 
 class HashedOnce(Resource):
@@ -45,15 +52,29 @@ class Direct:
 
     def look(self) -> None:
         """Finds out whether spans may be made here: processors may be added, and a resource completed, at any time."""
-        try:
-            self.possible = self._may()
-        except AttributeError:  # an SDK of another make inside
-            self.possible = False
+        possible = False
+        if type(self._tracer) is Tracer and not _given_up:
+            try:
+                possible = self._may()
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
+        self.possible = possible
+
+    def _give_up(self, error: Exception) -> None:
+        """This SDK is another than those that are known: every span is the tracer's from here on, in this process."""
+        global _given_up
+        self.possible = False
+        if not _given_up:
+            _given_up = True
+            _logger.warning(
+                "This release of the OpenTelemetry SDK makes spans in a way of its own; they are recorded as it wants "
+                "them, which costs more time. %s: %s",
+                type(error).__name__,
+                error,
+            )
 
     def _may(self) -> bool:
         tracer = self._tracer
-        if type(tracer) is not Tracer:
-            return False
         if type(tracer.resource) is Resource:
             tracer.resource = HashedOnce(tracer.resource)
         self._scope, self._limits = tracer._instrumentation_scope, tracer._span_limits
@@ -61,7 +82,7 @@ class Direct:
             type(tracer.id_generator) is PrivateIdGenerator
             and type(tracer.span_processor) is SynchronousMultiSpanProcessor
             and {type(processor) for processor in tracer.span_processor._span_processors} <= self._processors
-            and _is_the_sdks(tracer.sampler)
+            and keeps_what_is_inside(tracer.sampler)
             and _has_room(self._limits)
             and getattr(tracer, "_is_enabled", lambda: True)()
             # What counts spans by itself would not count these.
@@ -90,19 +111,23 @@ class Direct:
         if not self.possible or not parent.trace_flags.sampled:
             return None
         tracer = self._tracer
-        span = _Started(
-            name,
-            _context(parent, span_id),
-            parent,
-            tracer.sampler,
-            resource=tracer.resource,
-            attributes=attributes,
-            links=links,
-            span_processor=tracer.span_processor,
-            limits=self._limits,
-            instrumentation_scope=self._scope,
-        )
-        span.start(start)
+        try:
+            span = _Started(
+                name,
+                _context(parent, span_id),
+                parent,
+                tracer.sampler,
+                resource=tracer.resource,
+                attributes=attributes,
+                links=links,
+                span_processor=tracer.span_processor,
+                limits=self._limits,
+                instrumentation_scope=self._scope,
+            )
+            span.start(start)
+        except Exception as error:  # noqa: BLE001
+            self._give_up(error)
+            return None
         return span
 
     def end(
@@ -121,19 +146,23 @@ class Direct:
         if attributes and not _PLAIN.issuperset(map(type, attributes.values())):
             return None
         tracer = self._tracer
-        context = _context(parent, span_id)
-        span = ReadableSpan(
-            name,
-            context,
-            parent,
-            tracer.resource,
-            attributes,
-            links=links,
-            start_time=start,
-            end_time=end,
-            instrumentation_scope=self._scope,
-        )
-        tracer.span_processor.on_end(span)
+        try:
+            context = _context(parent, span_id)
+            span = ReadableSpan(
+                name,
+                context,
+                parent,
+                tracer.resource,
+                attributes,
+                links=links,
+                start_time=start,
+                end_time=end,
+                instrumentation_scope=self._scope,
+            )
+            tracer.span_processor.on_end(span)
+        except Exception as error:  # noqa: BLE001
+            self._give_up(error)
+            return None
         return context
 
 
@@ -146,21 +175,14 @@ class _Started(Span):
         # Of the SDK's bounded lists an encoder makes copies, under a lock: half of its work where they are empty.
         for name in ("_events", "_links"):
             if not getattr(span, name, True):
-                setattr(span, name, ())
+                with suppress(AttributeError):  # of another make
+                    setattr(span, name, ())
         return span
 
 
 def _context(parent: SpanContext, span_id: int | None) -> SpanContext:
     span_id = span_id or random_span_id()
     return SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
-
-
-def _is_the_sdks(sampler: Any) -> bool:
-    """Whether it keeps all that is inside a span that it kept."""
-    if not isinstance(sampler, (StaticSampler, TraceIdRatioBased, ParentBased)):
-        return False
-    parts = [part for part in vars(sampler).values() if isinstance(part, Sampler)]
-    return all(type(part).__module__ == Sampler.__module__ for part in (sampler, *parts))
 
 
 def _has_room(limits: Any) -> bool:

@@ -65,9 +65,9 @@ class Export(logging.Filter):
         self._loggers = [
             logging.getLogger(name) for name in modules if name.partition(".")[0] not in sys.stdlib_module_names
         ]
+        exporter.export = self  # before the rest: an exporter may refuse it
         for logger in self._loggers:
             logger.addFilter(self)
-        exporter.export = self
 
     def release(self) -> None:
         """Puts the exporter's own `export` back."""
@@ -158,7 +158,7 @@ def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
     """Watches the exporters that the SDK's own processors and readers of `provider` export with; other processors'
     are out of sight."""
     watched = []
-    for holder in holders(provider):
+    for holder in holders(provider) or ():
         inner = _inner(holder)
         exporter = exporter_of(holder)
         if exporter is None or not type(holder).__module__.startswith("opentelemetry.sdk."):
@@ -166,13 +166,13 @@ def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
         try:
             queue = getattr(inner, "_queue", getattr(inner, "queue", None))
             watched.append(Export(signal, exporter, holder, queue, ended, scope))
-        except (AttributeError, TypeError):  # it takes no attributes
-            _logger.debug("An exporter can't be watched", exc_info=True)
+        except Exception:
+            _logger.debug("An exporter can't be watched", exc_info=True)  # it takes no attributes
     return watched
 
 
-def holders(provider: Any) -> list[Any]:
-    """Its processors or readers: the SDK has no public way to them."""
+def holders(provider: Any) -> list[Any] | None:
+    """Its processors or readers: the SDK has no public way to them. None if it has another way than those known."""
     for owner, name in (
         (getattr(provider, "_active_span_processor", None), "_span_processors"),
         (getattr(provider, "_multi_log_record_processor", None), "_log_record_processors"),
@@ -181,7 +181,7 @@ def holders(provider: Any) -> list[Any]:
     ):
         if (found := getattr(owner, name, None)) is not None:
             return list(found)
-    return []
+    return None
 
 
 def exporter_of(holder: Any) -> Any | None:

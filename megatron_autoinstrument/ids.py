@@ -9,7 +9,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from types import BuiltinMethodType, MethodType
+from typing import Any, NamedTuple
 
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 
@@ -17,9 +18,17 @@ from megatron_autoinstrument import ranks, store
 from megatron_autoinstrument.environment_variables import NEMO_LENS_RUN_ID
 from megatron_autoinstrument.targets import global_vars
 
+
+class _Random(random.Random):
+    """A generator that can stand in for the module `random` as well."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(random, name)
+
+
 # Never Python's global generator: Megatron seeds it alike on all ranks, so that ranks would draw the same ids, and
 # each span would move the state that training draws from.
-_random = random.Random(os.urandom(32))
+_random = _Random(os.urandom(32))
 os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
 
@@ -55,22 +64,38 @@ def private_generator(tracer: object) -> PrivateIdGenerator | None:
         The tracer's generator, or None where it has no private one.
     """
     if type(getattr(tracer, "id_generator", None)) in (RandomIdGenerator, PrivateIdGenerator):
-        tracer.id_generator = PrivateIdGenerator()  # type: ignore[attr-defined]
-        return tracer.id_generator  # type: ignore[attr-defined]
+        generator = PrivateIdGenerator()
+        try:
+            tracer.id_generator = generator  # type: ignore[attr-defined]
+        except Exception:  # noqa: BLE001
+            return None  # a tracer of somebody's, which doesn't let us
+        if getattr(tracer, "id_generator", None) is generator:
+            return generator
     return None
 
 
-# They jitter their retries by drawing from the `random` that they import.
-_RETRYING = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.exporter.otlp.common.http")
+# They jitter their retries by what `random` draws: which module does, and how it came by it, differs between releases.
+_RETRYING = ("opentelemetry.exporter.", "logfire._internal.exporters.")
+_global_random = random.random.__self__  # type: ignore[attr-defined]
+_modules_seen = 0
 
 
 def keep_random_state_in_retries() -> None:
-    """Has the loaded OTLP exporters draw from the private generator: else a collector's hiccup would move one rank's
-    random state away from the others'."""
-    for name in _RETRYING:
-        module = sys.modules.get(name)
-        if getattr(module, "random", None) is random:
-            module.random = _random  # type: ignore[union-attr]
+    """Has the exporters that are loaded by now draw from the private generator: else a collector's hiccup would move
+    one rank's random state away from the others'."""
+    global _modules_seen
+    if len(sys.modules) == _modules_seen:
+        return
+    _modules_seen = len(sys.modules)
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(_RETRYING):
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if value is random:
+                setattr(module, attribute, _random)
+            # `from random import uniform`
+            elif type(value) in (MethodType, BuiltinMethodType) and value.__self__ is _global_random:
+                setattr(module, attribute, getattr(_random, value.__name__))
 
 
 class _Run(NamedTuple):

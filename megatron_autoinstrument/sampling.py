@@ -1,9 +1,9 @@
-"""Samplers by name, for providers of ours: MEGATRON_OTEL_SAMPLING_STRATEGY."""
+"""Samplers: by name, for providers of ours (MEGATRON_OTEL_SAMPLING_STRATEGY), and what is known of somebody's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_autoinstrument import ranks
 from megatron_autoinstrument.registry import Registry
@@ -38,3 +38,28 @@ def register_sampling_strategy(name: str, strategy: Callable[[ranks.Rank, Config
         ValueError: the name is taken.
     """
     STRATEGIES.register(name, strategy)
+
+
+def keeps_what_is_inside(sampler: Any) -> bool:
+    """Whether it is known to keep everything inside a span that it kept: else it is asked about each span."""
+    return _decides_alike(sampler, True)
+
+
+def drops_what_is_inside(sampler: Any) -> bool:
+    """Whether it is known to drop everything inside a span that it dropped."""
+    return _decides_alike(sampler, False)
+
+
+def _decides_alike(sampler: Any, kept: bool) -> bool:
+    from opentelemetry.sdk.trace import sampling as sdk
+
+    if type(sampler).__module__ != sdk.__name__:
+        return False
+    if isinstance(sampler, sdk.ParentBased):
+        # It asks this part of it about what is inside a span of this process.
+        part = getattr(sampler, "_local_parent_sampled" if kept else "_local_parent_not_sampled", None)
+        wanted = sdk.Decision.RECORD_AND_SAMPLE if kept else sdk.Decision.DROP
+        if type(part).__module__ != sdk.__name__ or not isinstance(part, sdk.StaticSampler):
+            return False
+        return part.should_sample(None, 1, "").decision is wanted
+    return isinstance(sampler, (sdk.StaticSampler, sdk.TraceIdRatioBased))  # these look at the trace alone

@@ -10,16 +10,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from importlib.metadata import entry_points
+from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from opentelemetry import _logs, metrics, trace
+from opentelemetry import metrics, trace
 from opentelemetry.context import Context
 from opentelemetry.environment_variables import OTEL_PYTHON_ID_GENERATOR
-from opentelemetry.sdk import _logs as sdk_logs
 from opentelemetry.sdk import metrics as sdk_metrics
 from opentelemetry.sdk import trace as sdk_trace
-from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.environment_variables import (
     OTEL_EXPORTER_OTLP_PROTOCOL,
     OTEL_RESOURCE_ATTRIBUTES,
@@ -32,9 +35,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
 from megatron_autoinstrument import declarative, exporting, ids
-from megatron_autoinstrument.direct import Direct
 from megatron_autoinstrument.metrics import SPANS_DROPPED
 from megatron_autoinstrument.redact import without_secrets
+from megatron_autoinstrument.sampling import drops_what_is_inside
 from megatron_autoinstrument.traces import Traces, trace_id
 from megatron_autoinstrument.version import __version__
 
@@ -47,28 +50,40 @@ _RANDOM_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]
 _LOWER_HALF = (1 << 64) - 1
 _OURS_EXIT_TIMEOUT_S = 5.0
 _THEIRS_EXIT_TIMEOUT_S = 10.0
+_PROCESSORS_WITHIN_S = 10.0  # the time that an application has to add a processor to its provider
 
 
 class Connection:
     """What to record with, and what can be asked of the providers behind it."""
 
-    def __init__(self, providers: Mapping[str, Any]) -> None:
+    def __init__(self, providers: Mapping[str, Any], instruments: Mapping[str, Any], new: _New) -> None:
+        """
+        Args:
+            providers: By signal.
+            instruments: What each of them gives to record with: a tracer, a meter, a handler of log records or None.
+            new: How their resources are to be completed.
+        """
         self._providers = providers
-        self.tracer: trace.Tracer = providers.get(TRACES, trace.NoOpTracerProvider()).get_tracer(SCOPE, __version__)
-        self.meter: metrics.Meter = providers.get(METRICS, metrics.NoOpMeterProvider()).get_meter(SCOPE, __version__)
-        self.log_handler = _log_handler(providers[LOGS]) if LOGS in providers else None
+        self._instruments = instruments
+        self._new = new
+        self._behind = {name: _behind(provider, _SIGNALS[name]) for name, provider in providers.items()}
+        self.tracer: trace.Tracer = instruments.get(TRACES) or trace.NoOpTracerProvider().get_tracer(SCOPE)
+        self.meter: metrics.Meter = instruments.get(METRICS) or metrics.NoOpMeterProvider().get_meter(SCOPE)
+        self.log_handler: logging.Handler | None = instruments.get(LOGS)
         self.closed = False  # somebody shut the tracer provider down
-        theirs = [provider for provider in providers.values() if provider not in _ours.values()]
-        self.exit_timeout_s = _THEIRS_EXIT_TIMEOUT_S if theirs else _OURS_EXIT_TIMEOUT_S
+        self.exit_timeout_s = _OURS_EXIT_TIMEOUT_S if all(map(_is_ours, providers.values())) else _THEIRS_EXIT_TIMEOUT_S
         self.has_others = set(providers) - {TRACES} != set()
         self._generator = ids.private_generator(self.tracer)
-        ids.keep_random_state_in_retries()
-        self.direct = Direct(self.tracer, _Watch)
+        self._hand_on: Callable[[], None] = lambda: None
+        self._watch: _Watch | None = None
+        self.direct = _direct(self.tracer)
         self._ended = exporting.Tally()
         self._exports = {
-            name: exporting.watch(name, provider, self._ended, SCOPE) for name, provider in providers.items()
+            name: exporting.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()
         }
         self._lost = self.meter.create_counter(SPANS_DROPPED, "{span}", "Spans that were recorded and not exported")
+        self._tell_from = monotonic() + _PROCESSORS_WITHIN_S
+        self.look()
 
     def start_span(
         self,
@@ -103,7 +118,7 @@ class Connection:
 
     def keeps(self, trace_id: int, name: str) -> bool:
         """Whether the sampler keeps a root span `name` in the trace `trace_id`."""
-        sampler = getattr(self.tracer, "sampler", None)
+        sampler = self._sampler
         if sampler is None:
             return True
         try:
@@ -111,14 +126,68 @@ class Connection:
         except Exception:  # noqa: BLE001
             return True  # it will say so itself when a span starts
 
+    @property
+    def _sampler(self) -> Any:
+        for part in (self.tracer, self._behind.get(TRACES)):
+            if (sampler := getattr(part, "sampler", None)) is not None:
+                return sampler
+        return None
+
+    @property
+    def drops_whole_traces(self) -> bool:
+        """Whether the sampler drops all that is inside a span that it drops, and need not be asked."""
+        return drops_what_is_inside(self._sampler)
+
     def watch(self, hand_on: Callable[[], None]) -> None:
         """Has `hand_on` called whenever somebody flushes the tracer provider, and notices when it is shut down."""
-        provider = self._providers.get(TRACES)
-        if isinstance(provider, sdk_trace.TracerProvider):
-            if (watch := _watches.get(provider)) is None:
-                watch = _watches[provider] = _Watch()
-                provider.add_span_processor(watch)
-            watch.serve(self, hand_on, self._ended)
+        self._hand_on = hand_on
+        provider = self._behind.get(TRACES)
+        if provider is None:
+            return
+        try:
+            watches = [holder for holder in exporting.holders(provider) or () if isinstance(holder, _Watch)]
+            self._watch = watches[0] if watches else _Watch()
+            self._watch.serve(self, hand_on, self._ended)
+            if not watches:
+                # A class of somebody's may do more when a processor is added: Phoenix's drops the one it has.
+                sdk_trace.TracerProvider.add_span_processor(provider, self._watch)
+        except Exception:
+            _logger.debug("A tracer provider can't be watched", exc_info=True)
+
+    def look(self, final: bool = False) -> None:
+        """Sees what the application has done since the last look: to processors, providers and modules.
+
+        Args:
+            final: Whether this is the last one.
+        """
+        try:
+            ids.keep_random_state_in_retries()
+            self.direct.look()
+            self._look_behind()
+            if final or monotonic() > self._tell_from:
+                self._tell_from = float("inf")
+                self._tell()
+        except Exception:
+            _logger.debug("Providers can't be looked at", exc_info=True)
+
+    def _look_behind(self) -> None:
+        provider, signal = self._providers.get(TRACES), _SIGNALS[TRACES]
+        before = self._behind.get(TRACES)
+        if provider is before or (behind := _behind(provider, signal)) is before:
+            return
+        self._behind[TRACES] = behind  # another one, in the same wrapper
+        _complete(behind, self._new, signal)
+        self.closed = False
+        self.watch(self._hand_on)
+
+    def _tell(self) -> None:
+        for name, provider in self._providers.items():
+            signal = _SIGNALS[name]
+            instrument = provider.get_logger(SCOPE) if name == LOGS else self._instruments[name]
+            if _is_the_apis(instrument, signal) and not _is_unset(instrument, signal):
+                _say_once(name, provider, "is a no-op")
+            elif not _is_ours(provider) and _is_empty(self._behind[name]):
+                _say_once(name, provider, f"has no {signal.holder}")
 
     def flush_spans(self, final: bool = False) -> None:
         """Asks the tracer provider to export what it holds. The API's own providers have no such thing."""
@@ -161,7 +230,8 @@ class Connection:
         """
         for name, provider in self._providers.items():
             if late or any(export.failing for export in self._exports[name]):
-                atexit.unregister(getattr(provider, "shutdown", bool))
+                for one in (provider, self._behind[name]):
+                    atexit.unregister(getattr(one, "shutdown", bool))
 
     def release(self) -> None:
         """Lets the exporters alone again."""
@@ -181,11 +251,13 @@ class _Watch(sdk_trace.SpanProcessor):
         self._ended = ended
 
     def on_end(self, span: sdk_trace.ReadableSpan) -> None:
+        scope = getattr(span, "instrumentation_scope", None)  # spans of somebody else's make come here as well
+        if scope is None or scope.name != SCOPE:
+            return
         connection = self._connection()
         if connection is None or connection.closed or not (span.context and span.context.trace_flags.sampled):
             return
-        if span.instrumentation_scope is not None and span.instrumentation_scope.name == SCOPE:
-            self._ended.add(1)
+        self._ended.add(1)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         if self._connection() is not None:
@@ -193,11 +265,9 @@ class _Watch(sdk_trace.SpanProcessor):
         return True
 
     def shutdown(self) -> None:
-        if (connection := self._connection()) is not None:
+        connection = self._connection()
+        if connection is not None and connection._watch is self:
             connection.closed = True
-
-
-_watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
 
 
 def connect(
@@ -219,16 +289,18 @@ def connect(
         sampler: The sampler of a tracer provider of ours, in place of OTEL_TRACES_SAMPLER's.
     """
     new = _New(exporter, attributes, service_name, sampler)
-    providers = {}
+    providers: dict[str, Any] = {}
+    instruments: dict[str, Any] = {}
     for name, given in wanted.items():
         try:
             provider = _provider(_SIGNALS[name], given, new, build)
             if provider is not None:
+                instruments[name] = _SIGNALS[name].instrument(provider)
                 providers[name] = provider
         except Exception as error:  # noqa: BLE001
             reason = without_secrets(str(error))
             _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, reason)
-    return Connection(providers)
+    return Connection(providers, instruments, new)
 
 
 class _New(NamedTuple):
@@ -241,23 +313,71 @@ class _New(NamedTuple):
 
 
 def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
-    provider = given or signal.get()
-    # What the API gives until a provider is set; its class has no public name for metrics.
-    if "Proxy" in type(provider).__name__:
+    provider = signal.get() if given is None else given
+    if _is_unset(provider, signal):
         if not build:
             return provider
         provider = _build(signal, new)
         if provider is not None:
             _ours[signal.name] = provider
-    elif provider not in _ours.values():
-        _complete(provider, new)
+    elif not _is_ours(provider):
+        behind = _behind(provider, signal)
+        _complete(behind, new, signal)
         # In a forked child their readers start again and repeat what this rank has recorded, as this rank.
-        for reader in exporting.holders(provider) if signal.name == METRICS else ():
-            _silent_in_children(getattr(reader, "_exporter", None))
+        for reader in (exporting.holders(behind) or ()) if signal.name == METRICS else ():
+            _silent_in_children(getattr(reader, "_exporter", None), _without_ours)
         for variable in ("EXPORTER" if new.exporter else "", "SAMPLING_STRATEGY" if new.sampler else ""):
             if variable:
                 _logger.info("MEGATRON_OTEL_%s is not used for %s: a provider is set already.", variable, signal.name)
     return provider
+
+
+def _is_ours(provider: Any) -> bool:
+    return any(provider is one for one in _ours.values())
+
+
+def _is_the_apis(thing: Any, signal: _Signal) -> bool:
+    """Whether its class is one of OpenTelemetry's API, which has classes that stand for nothing. Names of classes say
+    nothing: logfire has a ProxyTracerProvider too."""
+    return f"{type(thing).__module__}.".startswith(f"{signal.api}.")
+
+
+def _is_unset(thing: Any, signal: _Signal) -> bool:
+    """Whether it is what the API gives until a provider is set; the class has no public name for metrics."""
+    return _is_the_apis(thing, signal) and "Proxy" in type(thing).__name__
+
+
+def _is_empty(provider: Any) -> bool:
+    """Whether it is known to have nothing that it could hand anything to."""
+    holders = exporting.holders(provider)
+    return holders is not None and all(isinstance(holder, _Watch) for holder in holders)
+
+
+_told: set[str] = set()
+
+
+def _say_once(name: str, provider: Any, what: str) -> None:
+    asked_for = os.environ.get(f"OTEL_{name.upper()}_EXPORTER", "")
+    if name not in _told and "none" not in [exporter.strip() for exporter in asked_for.split(",")]:
+        _told.add(name)
+        kind = type(provider)
+        _logger.warning(
+            "The provider of %s that is set, a %s.%s, %s: this package records, and nothing will leave.",
+            *(name, kind.__module__, kind.__qualname__, what),
+        )
+
+
+def _behind(provider: Any, signal: _Signal) -> Any:
+    """The SDK's provider: this one, or one inside it, as in logfire's; None if there is none that can be found. Only
+    plain attributes are looked at: a property might take a lock that is held."""
+    try:
+        sdk = getattr(import_module(signal.sdk), f"{signal.kind.capitalize()}Provider")
+        if isinstance(provider, sdk):
+            return provider
+        inside = [value for value in vars(provider).values() if isinstance(value, sdk)]
+    except Exception:  # noqa: BLE001
+        return None
+    return inside[0] if len(inside) == 1 else None
 
 
 def _build(signal: _Signal, new: _New) -> Any | None:
@@ -276,7 +396,7 @@ def _build(signal: _Signal, new: _New) -> Any | None:
         provider = declarative.provider(signal.name, lambda resource: _described(resource, new))
         if provider is None:
             return None
-        for holder in exporting.holders(provider):
+        for holder in exporting.holders(provider) or ():
             _silent_in_children(exporting.exporter_of(holder))
         atexit.unregister(provider.shutdown)  # it has no bound; our own exit has
     else:
@@ -321,6 +441,10 @@ def _meter_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> 
 
 
 def _logger_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
+    # These have no public place yet: a release that moves them costs the logs alone.
+    from opentelemetry.sdk import _logs as sdk_logs
+    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+
     processors = [BatchLogRecordProcessor(exporter) for exporter in exporters]
     provider = sdk_logs.LoggerProvider(resource=resource, shutdown_on_exit=False)
     for processor in processors:
@@ -329,17 +453,25 @@ def _logger_provider(exporters: Sequence[Any], resource: Resource, new: _New) ->
 
 
 class _Signal(NamedTuple):
+    """What a signal is called in OpenTelemetry."""
+
     name: str
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
+    kind: str
+    api: str
+    sdk: str
+    holder: str
     build: Callable[[Sequence[Any], Resource, _New], Any]
+    instrument: Callable[[Any], Any]
+    """What a provider gives to record with."""
 
+    def get(self) -> Any:
+        """The global provider."""
+        return getattr(import_module(self.api), f"get_{self.kind}_provider")()
 
-_SIGNALS = {
-    TRACES: _Signal(TRACES, trace.get_tracer_provider, trace.set_tracer_provider, _tracer_provider),
-    METRICS: _Signal(METRICS, metrics.get_meter_provider, metrics.set_meter_provider, _meter_provider),
-    LOGS: _Signal(LOGS, _logs.get_logger_provider, _logs.set_logger_provider, _logger_provider),
-}
+    def set(self, provider: Any) -> None:
+        """Makes it the global one."""
+        getattr(import_module(self.api), f"set_{self.kind}_provider")(provider)
+
 
 _ours: dict[str, Any] = {}  # global providers that we made: OpenTelemetry lets each be set once
 
@@ -370,32 +502,56 @@ def _component(kind: str, name: str) -> Any:
     raise RuntimeError(f"There is no {kind} {name!r} among those installed: {', '.join(sorted(offered.names))}.")
 
 
-def _silent_in_children(exporter: Any) -> Any:
-    """Has `exporter` export in this process alone: in forked children the SDK starts its threads again."""
+def _silent_in_children(exporter: Any, without_ours: Callable[[Any], Any] = lambda batch: None) -> Any:
+    """Has `exporter` export in this process alone: in forked children the SDK starts its threads again.
+
+    Args:
+        exporter: The exporter.
+        without_ours: What is left of a batch for it to export in a child; None if nothing is.
+    """
     export = getattr(exporter, "export", None)
     if export is not None and not hasattr(export, "silent_in_children_of"):
         process = os.getpid()
 
-        def export_in_this_process(*args: Any, **kwargs: Any) -> Any:
-            # None is no result of any signal's exporter, and none of their callers looks at it.
-            return export(*args, **kwargs) if os.getpid() == process else None
+        def export_in_this_process(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != process and (batch := without_ours(batch)) is None:
+                return None  # no result of any signal's exporter, and none of their callers looks at it
+            return export(batch, *args, **kwargs)
 
         export_in_this_process.silent_in_children_of = process  # type: ignore[attr-defined]
-        exporter.export = export_in_this_process
+        try:
+            exporter.export = export_in_this_process
+        except Exception:
+            _logger.debug("An exporter can't be replaced", exc_info=True)
     return exporter
 
 
-def _complete(provider: Any, new: _New) -> None:
+def _without_ours(data: Any) -> Any:
+    """Metrics without those that this package records."""
+    try:
+        resources = [
+            replace(resource, scope_metrics=scopes)
+            for resource in data.resource_metrics
+            if (scopes := [scope for scope in resource.scope_metrics if scope.scope.name != SCOPE])
+        ]
+        return replace(data, resource_metrics=resources) if resources else None
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _complete(provider: Any, new: _New, signal: _Signal) -> None:
     """Adds our resource attributes to a provider that was made before the rank was known."""
-    if not isinstance(provider, (sdk_trace.TracerProvider, sdk_metrics.MeterProvider, sdk_logs.LoggerProvider)):
-        return
-    # A meter provider keeps its resource in its configuration.
-    holder, name = (provider._sdk_config, "resource") if hasattr(provider, "_sdk_config") else (provider, "_resource")
-    described = _described(getattr(holder, name), new)
-    if hasattr(provider, "_update_resource"):  # from SDK 1.44; also reaches tracers made before
-        provider._update_resource(described)
-    else:
-        setattr(holder, name, described)
+    try:
+        # A meter provider keeps its resource in its configuration.
+        has_config = hasattr(provider, "_sdk_config")
+        holder, name = (provider._sdk_config, "resource") if has_config else (provider, "_resource")
+        described = _described(getattr(holder, name), new)
+        if hasattr(provider, "_update_resource"):  # from SDK 1.44; also reaches tracers made before
+            provider._update_resource(described)
+        else:
+            setattr(holder, name, described)
+    except Exception:  # noqa: BLE001
+        _logger.info("Which rank this is can't be added to the resource of the provider of %s.", signal.name)
 
 
 def _described(has: Resource, new: _New) -> Resource:
@@ -414,16 +570,73 @@ def _described(has: Resource, new: _New) -> Resource:
     return has.merge(Resource(added))
 
 
+def _tracer(provider: Any) -> Any:
+    return provider.get_tracer(SCOPE, __version__)
+
+
+def _meter(provider: Any) -> Any:
+    return provider.get_meter(SCOPE, __version__)
+
+
 def _log_handler(provider: Any) -> logging.Handler | None:
-    """What turns a record of Python's logging into OpenTelemetry's. None where the application has one at work."""
-    if any(type(handler).__name__ == "LoggingHandler" for handler in logging.getLogger().handlers):
-        return None
+    """What turns a record of Python's logging into OpenTelemetry's. None where the application has one at work.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for handler in logging.getLogger().handlers:
+        for kind in type(handler).__mro__:
+            if kind.__name__ == "LoggingHandler" and kind.__module__.startswith("opentelemetry."):
+                return None
+    make = _handler_class()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it moves to a package of instrumentations
-        handler = sdk_logs.LoggingHandler(logger_provider=provider)
+        warnings.simplefilter("ignore", DeprecationWarning)  # the SDK's moves to the package of instrumentations
+        handler = make(logger_provider=provider)
     # Python flushes every handler at exit, and this one would start a thread for it, which Python refuses by then.
     handler.flush = lambda: None  # type: ignore[method-assign]
     return handler
+
+
+def _handler_class() -> Callable[..., logging.Handler]:
+    for module, options in (
+        ("opentelemetry.instrumentation.logging.handler", {"log_code_attributes": True}),  # as the SDK's does
+        ("opentelemetry.sdk._logs", {}),
+    ):
+        try:
+            found = import_module(module).LoggingHandler
+        except Exception:  # noqa: BLE001
+            continue  # not installed, or its dependencies are not
+        return partial(found, **options)
+    raise RuntimeError("opentelemetry-instrumentation-logging is not installed, and this SDK has no LoggingHandler.")
+
+
+_SIGNALS = {
+    signal.name: signal
+    for signal in (
+        _Signal(
+            *(TRACES, "tracer", "opentelemetry.trace", "opentelemetry.sdk.trace", "span processor"),
+            *(_tracer_provider, _tracer),
+        ),
+        _Signal(
+            *(METRICS, "meter", "opentelemetry.metrics", "opentelemetry.sdk.metrics", "metric reader"),
+            *(_meter_provider, _meter),
+        ),
+        _Signal(
+            *(LOGS, "logger", "opentelemetry._logs", "opentelemetry.sdk._logs", "log record processor"),
+            *(_logger_provider, _log_handler),
+        ),
+    )
+}
+
+
+def _direct(tracer: Any) -> Any:
+    """The shorter way for its spans, where this SDK has what that is made of."""
+    try:
+        from megatron_autoinstrument.direct import Direct
+    except ImportError as error:
+        _logger.info("Spans are made by the SDK's tracer, which costs more time: %s", error)
+        return SimpleNamespace(possible=False, look=lambda: None, start=lambda *args: None, end=lambda *args: None)
+    return Direct(tracer, _Watch)
 
 
 def _ask(provider: Any, what: str) -> None:

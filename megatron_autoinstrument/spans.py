@@ -45,6 +45,9 @@ RUN_GROUPS = {"job", "model_init", "load_checkpoint", "checkpoint", "evaluate"}
 _SCOPES = ("megatron.train_step", "megatron.evaluate")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
+THREAD = "megatron-autoinstrument"
+"""The name of this package's threads."""
+
 MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
 _DRAIN_INTERVAL_S = 0.5
 _OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take all the rest
@@ -329,9 +332,11 @@ class Recorder:
     def _keeps(self, record: Record, root: int) -> bool:
         """Whether the sampler keeps the trace that `record` is the outermost of. It is asked once for all that is
         inside: a step is kept whole, or costs next to nothing."""
+        assert self._connection is not None
+        if not self._connection.drops_whole_traces:
+            return True  # a sampler of somebody's, which may keep what is inside
         if record.span is not None:
             return record.span.is_recording() or record.span.get_span_context().trace_flags.sampled
-        assert self._connection is not None
         return self._connection.keeps(root, record.name)
 
     def connect_by(
@@ -589,7 +594,7 @@ class Recorder:
             return
         try:
             if self._connection is not None:
-                self._connection.direct.look()
+                self._connection.look(final)
             while self._waiting:
                 record = self._waiting[0]
                 if record.end is None:
@@ -770,7 +775,7 @@ class _Thread:
         self._between = between
         self._asked: SimpleQueue[_Request] = SimpleQueue()  # one that a signal handler may put into
         self._failed = False
-        threading.Thread(target=self._run, name="megatron-autoinstrument", daemon=True).start()
+        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
     def ask(self, request: _Request) -> _Request:
         self._asked.put(request)

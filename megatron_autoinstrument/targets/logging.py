@@ -6,22 +6,46 @@ where there is none.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_autoinstrument.groups import LOGS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.spans import RECORDER, THREAD
+
+_logger = logging.getLogger(__name__)
 
 # The exporter's own records, and those of what it exports with, would feed on themselves.
 _OURS = ("opentelemetry", "megatron_autoinstrument", "grpc", "urllib3", "requests")
 
 
 def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
+    from opentelemetry.instrumentation.utils import is_instrumentation_enabled
+
+    here = threading.local()  # .busy: with a record, whose processor may log another
+    failed = False
+
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
+        nonlocal failed
         record = args[1]
-        if (handler := RECORDER.log_handler) is not None and record.name.partition(".")[0] not in _OURS:
+        handler = RECORDER.log_handler
+        if handler is None or record.name.partition(".")[0] in _OURS or getattr(here, "busy", False):
+            return
+        # An exporter logs under any name, in whatever thread it is called: the SDK marks what that does meanwhile.
+        if record.threadName == THREAD or not is_instrumentation_enabled():
+            return
+        here.busy = True
+        try:
             handler.emit(record)
+        except Exception as error:  # noqa: BLE001
+            # One that can't be formatted, or a processor of somebody's; the others are recorded all the same.
+            if not failed:
+                failed = True
+                _logger.warning("A log record could not be exported (%s). (Told once.)", type(error).__name__)
+        finally:
+            here.busy = False
 
     return Hook(begin, lambda token, result, error: None)
 

@@ -24,6 +24,11 @@ from megatron_autoinstrument.traces import Traces
 TRACE = 77
 
 
+@pytest.fixture(autouse=True)
+def _not_given_up(monkeypatch):
+    monkeypatch.setattr(direct, "_given_up", False)
+
+
 @pytest.fixture
 def made_directly(monkeypatch):
     """The names of the spans that were made without the tracer."""
