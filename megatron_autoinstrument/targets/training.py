@@ -44,18 +44,14 @@ def _setup_model_and_optimizer(original: Function, groups: frozenset[str]) -> Ho
     hook = span("megatron.model_init", live=True)(original, groups)
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-        global _latest
-        before = RECORDER.traces
         RECORDER.settle(begins=True)
-        if RECORDER.traces is None or RECORDER.traces != before:
-            _latest = (0, 0)
         _parallel_ranks.clear()
         return hook.begin(args, kwargs)
 
     return Hook(begin, hook.end)
 
 
-_latest = (0, 0)  # the step that came last, and how often the run has gone back to an earlier one
+_latest = ("", 0, 0)  # the run, its step that came last, and how often it has gone back to an earlier one
 
 
 def _train_step(original: Function, groups: frozenset[str]) -> Hook:
@@ -74,15 +70,16 @@ def _train_step(original: Function, groups: frozenset[str]) -> Hook:
         if finished is None or traces is None or not (traces.per_step or RECORDER.is_in_the_runs_trace()):
             attributes = {} if finished is None else {"megatron.iteration": finished + 1}
             return RECORDER.begin("megatron.train_step", kind, attributes | _ranks())
-        latest, rewinds = _latest
+        run, latest, rewinds = _latest
         number = finished + 1
-        _latest = (number, rewinds + (number <= latest))
-        trace = traces.of_step(*_latest)
+        rewinds = rewinds + (number <= latest) if run == traces.key else 0
+        _latest = (traces.key, number, rewinds)
+        trace = traces.of_step(number, rewinds)
         return RECORDER.begin(
             "megatron.train_step",
             kind,
             {"megatron.iteration": number, **_ranks()},
-            ((trace, traces.rank, "megatron.train_step", *_latest), 0),
+            ((trace, traces.rank, "megatron.train_step", number, rewinds), 0),
             trace if traces.per_step else None,
         )
 

@@ -77,6 +77,7 @@ def spans_of(training, monkeypatch, torch_distributed):
     ):
         torch_distributed(rank, 4, store)
         monkeypatch.setattr(ids, "_run", None)
+        monkeypatch.setattr("megatron_autoinstrument.targets.training._latest", ("", 0, 0))
         for name, value in {
             "MEGATRON_OTEL_SPAN_GROUPS": groups,
             "MEGATRON_OTEL_RANK_STRATEGY": "all_ranks",
