@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
 import threading
 from collections import deque
@@ -200,8 +201,13 @@ def _install(given: Mapping[str, Any]) -> None:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
         from megatron_autoinstrument import ids, resource, sampling, sdk
 
-        # With the first span: Megatron has set its own handler by then, and knows of no other.
-        _in_turn(_handle_sigterm)
+        # With the first span: Megatron has set its own handlers by then, and knows of no other. Programs around
+        # Megatron's core set theirs before the first step, some only where there is none.
+        if RECORDER.current is None:
+            _in_turn(lambda: _handle_signals((signal.SIGTERM,)))
+            signals.at_the_first_step(lambda: _in_turn(_handle_signals))
+        else:
+            _in_turn(_handle_signals)
         strategy = settings.sampling_strategy
         return sdk.connect(
             wanted,
@@ -229,9 +235,9 @@ def _install(given: Mapping[str, Any]) -> None:
         _comparison.watch()
 
 
-def _handle_sigterm() -> None:
+def _handle_signals(numbers: Collection[int] = signals.ENDING) -> None:
     if MegatronInstrumentor().is_instrumented_by_opentelemetry:  # still
-        signals.install(functools.partial(RECORDER.cut_off, "SIGTERM"), RECORDER.hand_on)
+        signals.install(RECORDER.cut_off, RECORDER.hand_on, numbers)
 
 
 _comparison: ab.Comparison | None = None
