@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import signal
 import sys
 import threading
 from collections import deque
@@ -201,13 +200,9 @@ def _install(given: Mapping[str, Any]) -> None:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
         from megatron_autoinstrument import ids, resource, sampling, sdk
 
-        # With the first span: Megatron has set its own handlers by then, and knows of no other. Programs around
-        # Megatron's core set theirs before the first step, some only where there is none.
-        if RECORDER.current is None:
-            _in_turn(lambda: _handle_signals((signal.SIGTERM,)))
-            signals.at_the_first_step(lambda: _in_turn(_handle_signals))
-        else:
-            _in_turn(_handle_signals)
+        # With the first span: Megatron has set its own handlers by then, and knows of no other. So has PyTorch
+        # Lightning, which sets one for SIGUSR1 only where there is none.
+        _in_turn(_handle_signals)
         strategy = settings.sampling_strategy
         return sdk.connect(
             wanted,
@@ -235,9 +230,9 @@ def _install(given: Mapping[str, Any]) -> None:
         _comparison.watch()
 
 
-def _handle_signals(numbers: Collection[int] = signals.ENDING) -> None:
+def _handle_signals() -> None:
     if MegatronInstrumentor().is_instrumented_by_opentelemetry:  # still
-        signals.install(RECORDER.cut_off, RECORDER.hand_on, numbers)
+        signals.install(RECORDER.cut_off, RECORDER.hand_on)
 
 
 _comparison: ab.Comparison | None = None

@@ -20,7 +20,7 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ class Termination:
         self._flushed = 0.0
         self._wakeup: socket.socket | None = None
 
-    def install(self, leave: Leave, hand_on: Callable[[], object], numbers: Iterable[int] = ENDING) -> None:
+    def install(self, leave: Leave, hand_on: Callable[[], object]) -> None:
         """Puts our handler in the place of the default action, and above the handlers of Python code. A signal that is
         ignored stays so, and so does one that C code handles. For the main thread alone.
 
@@ -83,13 +83,12 @@ class Termination:
             leave: Has everything exported, what is open included, within a bound. It gets the signal's name, and a
                 function: once that says so, it gives up.
             hand_on: Has exported what is closed, without waiting for it.
-            numbers: The signals.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         self._leave, self._hand_on = leave, hand_on
         self._active = True
-        for number in numbers:
+        for number in ENDING:
             if number not in self._before:
                 self._put(number)
         if self._before and self._wakeup is None:
@@ -249,28 +248,12 @@ _fork = _Fork()
 os.register_at_fork(before=_fork.before, after_in_parent=_fork.after, after_in_child=_fork.after_in_child)
 atexit.register(TERMINATION.uninstall)  # before the recorder registers its own exit, so that this runs after it
 
-_waiting: Callable[[], None] | None = None  # for a step
 
-
-def install(leave: Leave, hand_on: Callable[[], object], numbers: Iterable[int] = ENDING) -> None:
+def install(leave: Leave, hand_on: Callable[[], object]) -> None:
     """See `Termination.install`; without it, recording goes on."""
     try:
-        TERMINATION.install(leave, hand_on, numbers)
+        TERMINATION.install(leave, hand_on)
     except Exception:
         with contextlib.suppress(Exception):  # a handler without its thread would keep a rank that hangs alive
             TERMINATION.uninstall()
         _logger.warning("Signals can't be handled: if one ends this rank, what is open then is lost.", exc_info=True)
-
-
-def at_the_first_step(call: Callable[[], None]) -> None:
-    """Has `call` run once, when a step begins."""
-    global _waiting
-    _waiting = call
-
-
-def a_step_begins() -> None:
-    """Runs what `at_the_first_step` was given."""
-    global _waiting
-    if _waiting is not None:
-        call, _waiting = _waiting, None
-        call()

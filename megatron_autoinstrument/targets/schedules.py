@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_autoinstrument import signals, torch_state
+from megatron_autoinstrument import torch_state
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.semconv import FORWARD_ONLY
 from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER, Record, kind_of
@@ -131,7 +131,6 @@ def _schedule(schedule: str, original: Function, groups: frozenset[str]) -> Hook
             if kwargs.get("forward_only"):
                 attributes[FORWARD_ONLY] = True
             record = RECORDER.begin("megatron.forward_backward", iteration_kind, attributes)
-        signals.a_step_begins()
         outer, running = running, this
         return record, outer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument import metrics, signals
+from megatron_autoinstrument import metrics
 from megatron_autoinstrument.groups import GROUPS, METRICS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.spans import LIVE, RECORDER, RUN_GROUPS, Record, kind_of, span
@@ -68,7 +68,6 @@ def _train_step(original: Function, groups: frozenset[str]) -> Hook:
         if finished is None:
             finished = global_vars.arg("curr_iteration")
         RECORDER.settle()
-        signals.a_step_begins()
         traces = RECORDER.traces
         if finished is None or traces is None or not (traces.per_step or RECORDER.is_in_the_runs_trace()):
             attributes = {} if finished is None else {"megatron.iteration": finished + 1}
