@@ -285,8 +285,9 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
         from megatron_autoinstrument import ids, resource, sampling, sdk
 
-        # With the first span: Megatron has set its own handler by then, and knows of no other.
-        _in_turn(_handle_sigterm)
+        # With the first span: Megatron has set its own handlers by then, and knows of no other. So has PyTorch
+        # Lightning, which sets one for SIGUSR1 only where there is none.
+        _in_turn(_handle_signals)
         strategy = settings.sampling_strategy
         return sdk.connect(
             wanted,
@@ -315,9 +316,9 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
         _comparison.watch()
 
 
-def _handle_sigterm() -> None:
+def _handle_signals() -> None:
     if MegatronInstrumentor().is_instrumented_by_opentelemetry:  # still
-        signals.install(functools.partial(RECORDER.cut_off, "SIGTERM"), RECORDER.hand_on)
+        signals.install(RECORDER.cut_off, RECORDER.hand_on)
 
 
 _comparison: ab.Comparison | None = None

@@ -61,10 +61,13 @@ ENDS = {
         ranks=2,
         compared=True,
     ),
-    # Rank 0 waits for rank 1, in C++.
-    "SIGTERM to torchrun": End(
-        "SIGTERM-launcher@1", PIPELINE, cut=(BOTH_WAYS, FORWARD), error=("SIGTERM", "SIGTERM"), ranks=2
-    ),
+    # Rank 0 waits for rank 1, in C++. torchrun passes the signal on.
+    **{
+        f"{signal} to torchrun": End(
+            f"{signal}-launcher@1", PIPELINE, cut=(BOTH_WAYS, FORWARD), error=(signal, signal), ranks=2
+        )
+        for signal in ("SIGTERM", "SIGHUP")
+    },
 }
 ends = pytest.mark.parametrize("name", ENDS)
 

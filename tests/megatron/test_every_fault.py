@@ -16,7 +16,7 @@ ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of", "direct.py:Direct.en
 ONCE |= {"spans.py:Recorder._hand_on"}  # each half second, which may be in another step
 # What fails in our own threads is told once in a process, not each time.
 IN_OUR_THREADS = re.compile(
-    r"exporting\.py:|sdk\.py:|signals\.py:(Termination\._watch|Termination\._is_current|_next|_set_action)$|"
+    r"exporting\.py:|sdk\.py:|signals\.py:(Termination\.(_watch|_is_current|_ends|_flush)|_next|_set_action)$|"
     r"ids\.py:PrivateIdGenerator|traces\.py:|"
     r"spans\.py:(Recorder\.(flush\.|drain|_emit|_start|_place|_hand_on|_lost|_count_lost|_still_open|_connect_now\.|_ask)|_context_of|_mark)"
 )
@@ -62,7 +62,7 @@ def test_each_failure_is_reported_and_names_the_part_that_is_off():
                 assert IN_OUR_THREADS.match(name), name
                 continue
             assert re.match(
-                r"['\"](Recording of [\w.]+ failed and is off|Could not (instrument|take the instr)|SIGTERM can't|"
+                r"['\"](Recording of [\w.]+ failed and is off|Could not (instrument|take the instr)|Signals can't|"
                 r"Switching the instrumentation failed|"
                 r"OpenTelemetry could not be set up|No (traces|metrics|logs) are recorded|"
                 r"Exporting [\w ]+ failed|Exporting took too long|\d+ spans were dropped)",

@@ -1,9 +1,13 @@
-"""What SIGTERM does to a process of ours. Each runs in one of its own: the signal ends it."""
+"""What the signals that schedulers send do to a process of ours. Each runs in one of its own: the signal ends it."""
 
+import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 
@@ -19,10 +23,9 @@ def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 class Exporter(SpanExporter):
-    hangs = False
+    hangs, takes = False, 0
     def export(self, spans):
-        if self.hangs:
-            time.sleep(60)
+        time.sleep(60 if self.hangs else self.takes)
         for span in spans:
             say(span.name, span.status.status_code.name, span.attributes.get("error.type"), len(span.events))
         return SpanExportResult.SUCCESS
@@ -32,15 +35,15 @@ provider.add_span_processor(BatchSpanProcessor(exporter))
 RECORDER.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
 
 def install():
-    signals.install(functools.partial(RECORDER.cut_off, "SIGTERM"), RECORDER.hand_on)
+    signals.install(RECORDER.cut_off, RECORDER.hand_on)
 
 def begin():
     RECORDER.begin("megatron.train", LIVE)
     RECORDER.end(RECORDER.begin("done", FREQUENT))
     RECORDER.begin_together(["megatron.p2p.send_forward", "megatron.p2p.recv_backward"], {})
 
-def end():
-    os.kill(os.getpid(), signal.SIGTERM)
+def end(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
 
 def stuck():  # in C, which a signal doesn't interrupt
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
@@ -50,19 +53,180 @@ def soon(call, seconds=0.5):
     timer.daemon = True
     timer.start()
 """
-ALL = {
-    "done UNSET None 0",
-    "megatron.train ERROR SIGTERM 0",
-    "megatron.p2p.send_forward ERROR SIGTERM 0",
-    "megatron.p2p.recv_backward ERROR SIGTERM 0",
-}
+
+
+def lines(name):
+    """What is exported where the signal `name` ends the process."""
+    return {
+        "done UNSET None 0",
+        f"megatron.train ERROR {name} 0",
+        f"megatron.p2p.send_forward ERROR {name} 0",
+        f"megatron.p2p.recv_backward ERROR {name} 0",
+    }
+
+
+ALL = lines("SIGTERM")
 CLOSED = {line.replace("ERROR SIGTERM", "UNSET None") for line in ALL}
+SIGNALS = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
 
 
 def run(code):
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=50)
     return done, set(done.stdout.splitlines()), time.monotonic() - started
+
+
+# {n} is the signal's number. SIGINT is by default where it is set so: Python's own handler raises.
+OF_EACH_SIGNAL = {
+    "by default": "{dfl}install(); begin(); end({n}); say('alive')",
+    "by default, in C": "{dfl}install(); begin(); soon(lambda: end({n})); stuck()",
+    "what goes on": """
+def goes_on(what):
+    end({n})
+    time.sleep(0.1)
+    say(what)
+    RECORDER.end(RECORDER.begin(what, FREQUENT))
+begin()
+signal.signal({n}, signal.SIG_IGN); install()
+assert signal.getsignal({n}) is signal.SIG_IGN
+goes_on("ignored")
+TERMINATION.uninstall()
+signal.signal({n}, lambda number, frame: say("theirs", number)); install()
+goes_on("handled")
+TERMINATION.uninstall()
+if {n} != signal.SIGTERM:
+    # C code's, above Python's handler and the default action.
+    for handler in (signal.getsignal({n}), signal.SIG_DFL):
+        signal.signal({n}, handler)
+        faulthandler.register({n}, all_threads=False); install()
+        assert signal.getsignal({n}) == handler
+        goes_on("dumped")
+        faulthandler.unregister({n})
+        TERMINATION.uninstall()
+signal.signal({n}, signal.SIG_DFL); install()
+signal.signal({n}, lambda number, frame: say("later", number))
+goes_on("replaced")
+""",
+}
+
+
+@cache
+def of_each_signal():
+    """The programs of that table, begun side by side."""
+    pool = ThreadPoolExecutor(4)
+    started = {}
+    for name in SIGNALS:
+        number = getattr(signal, name)
+        default = f"signal.signal({number}, signal.SIG_DFL); " if name == "SIGINT" else ""
+        for what, code in OF_EACH_SIGNAL.items():
+            started[what, name] = pool.submit(run, code.replace("{n}", str(int(number))).replace("{dfl}", default))
+    return started
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("what", ["by default", "by default, in C"])
+def test_a_signal_whose_default_action_ends_a_process_ends_it_all_the_same_and_loses_nothing(what, name):
+    done, printed, took = of_each_signal()[what, name].result()
+    assert done.returncode == -getattr(signal, name), done.stderr
+    assert printed == lines(name)
+    assert not done.stderr
+    assert took < 20
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_that_is_ignored_or_handled_by_python_or_c_code_does_what_it_did(name):
+    done, printed, _ = of_each_signal()["what goes on", name].result()
+    assert done.returncode == 0, done.stderr
+    went_on = {"ignored", "handled", "replaced"} | ({"dumped"} if name != "SIGTERM" else set())
+    said = {f"{who} {int(getattr(signal, name))}" for who in ("theirs", "later")}
+    assert printed == CLOSED | went_on | said | {f"{what} UNSET None 0" for what in went_on}
+    assert done.stderr.count("most recent call first") == (2 if name != "SIGTERM" else 0)
+
+
+def test_pythons_own_handler_of_sigint_stays():
+    code = """
+install(); begin()
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+try:
+    end(signal.SIGINT)
+except KeyboardInterrupt as error:
+    RECORDER.end(RECORDER.current, error)
+    raise
+"""
+    done, printed, _ = run(code)
+    assert done.returncode == -signal.SIGINT
+    assert "megatron.p2p.send_forward ERROR KeyboardInterrupt 1" in printed
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("name", ["SIGQUIT", "SIGXCPU"])
+def test_a_signal_that_dumps_core_still_does(name, tmp_path):
+    def status(code):
+        process = subprocess.Popen(
+            [sys.executable, "-c", START + code],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            cwd=tmp_path,  # where the core may be
+            preexec_fn=lambda: resource.setrlimit(
+                resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2
+            ),
+        )
+        return os.waitpid(process.pid, 0)[1]
+
+    assert status(f"install(); begin(); end(signal.{name})") == status(f"end(signal.{name})")
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        # srun signals torchrun and its workers, and torchrun then the workers once more.
+        ("SIGTERM", "soon(end, 0.1); end()"),
+        ("SIGTERM", "soon(end, 0.2); soon(end, 0.3); stuck()"),
+        # The first one ends it, whatever else comes.
+        ("SIGUSR1", "soon(end, 0.1); end(signal.SIGUSR1)"),
+        ("SIGHUP", "soon(end, 0.4); soon(lambda: end(signal.SIGHUP), 0.2); stuck()"),
+    ],
+)
+def test_a_signal_that_comes_again_at_once_loses_nothing(first, code):
+    done, printed, _ = run("signals._SAME_S = 10; install(); begin(); exporter.takes = 0.3\n" + code)
+    assert done.returncode == -getattr(signal, first), done.stderr
+    assert printed == lines(first)
+    assert not done.stderr
+
+
+def test_a_process_that_is_stopped_for_a_while_goes_on_and_then_ends_with_all_it_recorded():
+    code = """
+install(); begin()
+def stop_for_a_second():
+    os.system(f"(sleep 1; kill -CONT {os.getpid()}) &")
+    end(signal.SIGSTOP)
+stop_for_a_second()
+RECORDER.end(RECORDER.begin("after", FREQUENT))
+exporter.takes = 0.3
+soon(stop_for_a_second, 0.1)
+end()
+"""
+    done, printed, took = run(code)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert printed == ALL | {"after UNSET None 0"}
+    assert not done.stderr
+    assert took > 2
+
+
+def test_a_handler_that_runs_often_has_what_is_closed_exported_now_and_then():
+    code = """
+calls = []
+RECORDER.hand_on = lambda: calls.append(0)
+signal.signal(signal.SIGALRM, lambda *args: None); install()
+signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+started = time.monotonic()
+while time.monotonic() - started < 1:
+    pass
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert 1 <= len(calls) <= 6, calls
+"""
+    done, _, _ = run(code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,7 +332,7 @@ except SystemExit as error:
         (1.5, "exporter.hangs = False\nwith RECORDER._draining: end()"),
         # A second one doesn't wait.
         (20, "soon(end, 1); end()"),
-        (20, "soon(end, 0.1); soon(end, 1); stuck()"),
+        (20, "soon(end, 0.1); soon(end, 1); soon(end, 2); stuck()"),
         # At exit, it doesn't wait anew.
         (1.5, "soon(end, 1); sys.exit()"),
     ],
@@ -186,15 +350,19 @@ def test_the_wait_for_an_exporter_that_hangs_has_a_bound(bound, code):
 def test_a_signal_to_a_forked_child_ends_the_child_alone_and_it_exports_nothing():
     code = """
 install(); begin()
+numbers = list(signals.ENDING)
+numbers.remove(signal.SIGINT)  # it raises there
 for wait in [0] * 50 + [0.1]:
     child = os.fork()
     if child == 0:
         time.sleep(10)
         os._exit(0)
     time.sleep(wait)
-    os.kill(child, signal.SIGTERM)
+    number = numbers.pop()
+    numbers.insert(0, number)
+    os.kill(child, number)
     started = time.monotonic()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
     assert time.monotonic() - started < 1
 say("alive")
 """
@@ -212,7 +380,8 @@ def state():
         caught = [line for line in status if line.startswith("SigCgt")]
     fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(fd)
-    return signal.getsignal(signal.SIGTERM), fd, caught, threading.active_count(), len(os.listdir("/proc/self/fd"))
+    handlers = [signal.getsignal(number) for number in signals.ENDING]
+    return handlers, fd, caught, threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 theirs = lambda: signal.signal(signal.SIGTERM, say)
 for prepare in (lambda: None, lambda: faulthandler.register(signal.SIGTERM), theirs):

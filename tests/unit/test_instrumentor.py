@@ -82,13 +82,16 @@ def test_instrument_after_import_twice_and_again_after_uninstrument(megatron, tr
     assert spans(exporter) == ["megatron.train_step"] * 2
 
 
-def test_sigterm_is_handled_from_the_first_span_on_and_as_before_after_uninstrument(megatron, training, provider):
+@pytest.mark.parametrize("number", [number for number in signals.ENDING if number != signal.SIGINT])
+def test_a_signal_is_handled_from_the_first_span_on_and_as_before_after_uninstrument(
+    megatron, training, provider, number
+):
     megatron.instrument(tracer_provider=provider)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
     training.train_step("model")
-    assert signal.getsignal(signal.SIGTERM) == signals.TERMINATION._handle
+    assert signal.getsignal(number) == signals.TERMINATION._handle
     megatron.uninstrument()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
     assert signal.set_wakeup_fd(-1) == -1
 
 
