@@ -14,7 +14,8 @@ from typing import Any
 
 _logger = logging.getLogger(__name__)
 
-_SAID_ONCE = " (Told once: training goes on, and spans that are lost are counted and reported at the end.)"
+_SAID_ONCE = " (Told once: training goes on.)"
+_SAID_ONCE_OF_SPANS = " (Told once: training goes on, and spans that are lost are counted and reported at the end.)"
 _at_work = threading.local()  # .export: the Export that this thread is busy with
 
 
@@ -59,6 +60,7 @@ class Export(logging.Filter):
         self._lost = 0  # for certain, so far
         self._process = os.getpid()
         self._said: set[str] = set()
+        self._said_once = _SAID_ONCE_OF_SPANS if signal == "traces" else _SAID_ONCE
         # What they log is logged under their modules' names.
         classes = [kind for part in (exporter, holder, _inner(holder)) for kind in type(part).__mro__]
         modules = {kind.__module__ for kind in classes}
@@ -135,7 +137,7 @@ class Export(logging.Filter):
             return False
         self._said.add(kind)
         try:
-            record.msg, record.args = record.getMessage() + _SAID_ONCE, ()
+            record.msg, record.args = record.getMessage() + self._said_once, ()
         except Exception:  # noqa: BLE001
             return True  # its handlers will say what is wrong with it
         return True
@@ -143,7 +145,7 @@ class Export(logging.Filter):
     def _say(self, kind: str, what: str, *args: object) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            _logger.warning("Exporting %s failed: " + what + _SAID_ONCE, self._signal, *args)
+            _logger.warning("Exporting %s failed: " + what + self._said_once, self._signal, *args)
 
     def _is_full(self) -> bool:
         return self._queue is not None and self._queue.maxlen is not None and len(self._queue) >= self._queue.maxlen

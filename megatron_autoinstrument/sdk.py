@@ -60,7 +60,7 @@ class Connection:
         self.closed = False  # somebody shut the tracer provider down
         theirs = [provider for provider in providers.values() if provider not in _ours.values()]
         self.exit_timeout_s = _THEIRS_EXIT_TIMEOUT_S if theirs else _OURS_EXIT_TIMEOUT_S
-        self.has_others = set(providers) - {TRACES} != set()
+        self.others = " and ".join(name for name in providers if name != TRACES)
         self._generator = ids.private_generator(self.tracer)
         ids.keep_random_state_in_retries()
         self.direct = Direct(self.tracer, _Watch)
@@ -126,9 +126,15 @@ class Connection:
 
     def flush_others(self, final: bool = False) -> None:
         """Asks the other providers to export what they hold."""
+        failure: Exception | None = None
         for name in self._providers:
             if name != TRACES:
-                self._flush(name, final)
+                try:
+                    self._flush(name, final)
+                except Exception as error:  # noqa: BLE001
+                    failure = error  # of metrics, after the logs have left too
+        if failure is not None:
+            raise failure
 
     def _flush(self, name: str, final: bool) -> None:
         exports = self._exports.get(name)

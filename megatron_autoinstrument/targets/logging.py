@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_autoinstrument.finite import finite_log
 from megatron_autoinstrument.groups import LOGS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
 from megatron_autoinstrument.spans import RECORDER
@@ -21,7 +22,7 @@ def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
         record = args[1]
         if (handler := RECORDER.log_handler) is not None and record.name.partition(".")[0] not in _OURS:
-            handler.emit(record)
+            handler.emit(finite_log(record))
 
     return Hook(begin, lambda token, result, error: None)
 

@@ -1,6 +1,7 @@
 import atexit
 import logging
 import os
+import re
 import threading
 import time
 
@@ -199,10 +200,14 @@ def test_a_collector_that_never_answers_bounds_memory_and_exit_and_the_metrics_s
     started = time.monotonic()
     recorder.exit()
     assert time.monotonic() - started < 2
-    assert flushed == [5120]
+    # What waits and what is on its way may arrive as long as the process lives: the rest is lost for certain.
     (report,) = messages(caplog)
-    assert report.startswith("5120 spans were dropped: ")
-    assert report.endswith(" What was not exported after 0.4 s was given up.")
+    dropped, left = re.fullmatch(
+        r"(\d+) spans were dropped: .* The export of spans took more than 0.4 s: (\d+) spans had not been exported by then.",
+        report,
+    ).groups()
+    assert flushed == [int(dropped)] == [recorder.dropped]
+    assert int(dropped) + int(left) == 5120
 
 
 def test_metrics_that_no_one_takes_bound_the_exit_too(connected, caplog, monkeypatch):
@@ -212,7 +217,7 @@ def test_metrics_that_no_one_takes_bound_the_exit_too(connected, caplog, monkeyp
     started = time.monotonic()
     recorder.exit()
     assert time.monotonic() - started < 2
-    assert messages(caplog) == ["Exporting took too long. What was not exported after 0.4 s was given up."]
+    assert messages(caplog) == ["The export of metrics took more than 0.4 s."]
 
 
 @pytest.mark.parametrize("collector", ["answers", "fails", "is slow", "is late"])
