@@ -83,7 +83,7 @@ class Record:
         now = monotonic_ns()
         # From the monotonic clock to the wall clock, in ns: the most that it came to while this ran, since what is
         # inside may have begun, and ended, by any of them.
-        self.offset = time_ns() - now if parent is None else parent.offset
+        self.offset: int = time_ns() - now if parent is None else parent.offset
         self.start = now + self.offset
 
     def anchor(self) -> None:
@@ -255,9 +255,7 @@ class Recorder:
             other.error = marked
             other.end = first.end
 
-    def _begin_elsewhere(
-        self, thread: int, name: str, kind: str, attributes: dict[str, Any] | None
-    ) -> Record | None:
+    def _begin_elsewhere(self, thread: int, name: str, kind: str, attributes: dict[str, Any] | None) -> Record | None:
         """Opens a record on another thread than the training one, such as autograd's. What runs there nests in
         itself, and the outermost of it in what the training thread does. It is current in no context, so that what
         would be live is frequent."""
@@ -871,7 +869,7 @@ def _context_of(parent: SpanContext | None) -> context_api.Context:
     )
 
 
-def _described(record: Record, place: _Place) -> tuple[str, int, dict[str, Any] | None, tuple[Link, ...], int | None]:
+def _described(record: Record, place: _Place) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
     """What is known of its span when it starts: name, start, attributes, links and id."""
     links: tuple[Link, ...] = () if place.around is None else (Link(place.around),)
     if isinstance(record.link, SpanContext):
