@@ -61,8 +61,8 @@ class Record:
     """One call that is, or was, running."""
 
     __slots__ = (
-        *("attributes", "end", "error", "identity", "kind", "link", "name", "offset", "owned", "parent", "root"),
-        *("span", "start", "token"),
+        *("attributes", "begun", "ended", "error", "identity", "kind", "link", "name", "offset", "owned", "parent"),
+        *("root", "span", "token"),
     )
 
     def __init__(
@@ -79,25 +79,33 @@ class Record:
         self.span: trace.Span | None = None
         self.token: Any = None
         self.error: dict[str, str] | None = None
-        self.end: int | None = None
-        now = monotonic_ns()
-        # From the monotonic clock to the wall clock, in ns: the most that it came to while this ran, since what is
-        # inside may have begun, and ended, by any of them.
-        self.offset: int = time_ns() - now if parent is None else parent.offset
-        self.start = now + self.offset
+        self.ended: int | None = None
+        self.begun = monotonic_ns()
+        # From there to the wall clock.
+        self.offset: int = time_ns() - self.begun if parent is None else parent.offset
+
+    @property
+    def start(self) -> int:
+        """In ns since the epoch."""
+        return self.begun + self.offset
+
+    @property
+    def end(self) -> int | None:
+        """Likewise; None while it is running."""
+        return None if self.ended is None else self.ended + self.offset
 
     def anchor(self) -> None:
         """Asks the wall clock anew, for what nothing but the run encloses: the clock may have been stepped since that
         began. Not where the span would start before its parent's."""
-        begun = self.start - self.offset
-        offset = time_ns() - begun
+        offset = time_ns() - self.begun
         around = self.parent
-        if around is not None and self.root is None and begun + offset < around.start:
+        if around is not None and self.root is None and self.begun + offset < around.start:
             return
         self.offset = offset
-        self.start = begun + offset
         while around is not None:
-            around.offset = max(around.offset, offset)
+            if (later := offset - around.offset) > 0:  # it is to end later then, and to start when it did
+                around.begun -= later
+                around.offset = offset
             around = around.parent
 
     @property
@@ -210,7 +218,7 @@ class Recorder:
         records = [first]
         for name in names[1:]:
             other = self._keep(Record(name, FREQUENT, first.parent, attributes, owned=False))
-            other.start, other.offset = first.start, first.offset
+            other.begun, other.offset = first.begun, first.offset
             records.append(other)
         return records
 
@@ -229,7 +237,7 @@ class Recorder:
             attributes: What is known only now.
             hold: Whether to keep its span, with this end, for what is known only later; see `release`.
         """
-        now = monotonic_ns() + record.offset
+        ended = monotonic_ns()
         if record.owned:
             self.current = record.parent
         else:
@@ -242,8 +250,8 @@ class Recorder:
             self._muted_by = None
             self.mute(False)
         if record.kind is LIVE:
-            self._close(record, now, hold and self._holds)
-        record.end = now  # last: from here on the thread may take it
+            self._close(record, ended, hold and self._holds)
+        record.ended = ended  # last: from here on the thread may take it
 
     def end_together(self, records: list[Record], error: BaseException | None) -> None:
         """Closes them now."""
@@ -253,7 +261,7 @@ class Recorder:
         marked = {"exception.type": first.error["exception.type"]} if first.error else None
         for other in records[1:]:
             other.error = marked
-            other.end = first.end
+            other.ended = first.ended
 
     def _begin_elsewhere(self, thread: int, name: str, kind: str, attributes: dict[str, Any] | None) -> Record | None:
         """Opens a record on another thread than the training one, such as autograd's. What runs there nests in
@@ -448,7 +456,7 @@ class Recorder:
         if self._connection is not None and self._connection.closed:
             self.dropped += 1
 
-    def _close(self, record: Record, now: int, hold: bool) -> None:
+    def _close(self, record: Record, ended: int, hold: bool) -> None:
         if record is self._deferred:
             self._get_ready()
         span = record.span
@@ -460,12 +468,12 @@ class Recorder:
             return
         if record.attributes:
             span.set_attributes(finite(record.attributes))
-        _mark(span, record, now)
+        _mark(span, record, ended + record.offset)
         if hold:
-            record.end = now  # before another thread may release it
+            record.ended = ended  # before another thread may release it
             self._held = record
         else:
-            self._end(span, now)
+            self._end(span, ended + record.offset)
 
     def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
         """What a span says of an exception: all of it where it was raised, its type on the spans around."""
@@ -474,10 +482,9 @@ class Recorder:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         # The error's id alone may be another error's by now; one raised inside this record began after it.
-        begun = record.start - record.offset
-        if record.kind is SILENT or (self._reported_error[0] == id(error) and begun <= self._reported_error[1]):
+        if record.kind is SILENT or (self._reported_error[0] == id(error) and record.begun <= self._reported_error[1]):
             return {"exception.type": name}
-        self._reported_error = (id(error), begun)
+        self._reported_error = (id(error), record.begun)
         return {
             "exception.type": name,
             "exception.message": redacted(_text(error)[:_MAX_TEXT]),
@@ -498,7 +505,7 @@ class Recorder:
 
     def end_background(self, record: Record) -> None:
         """Closes such a record now."""
-        record.end = monotonic_ns() + record.offset
+        record.ended = monotonic_ns()
         if record in self._background:
             self._background.remove(record)
             self._keep(record)
@@ -592,12 +599,12 @@ class Recorder:
             if self._connection is not None:
                 self._connection.direct.look()
             for record in list(self._unfinished):
-                if record.end is not None or self._is_lost(record):
+                if record.ended is not None or self._is_lost(record):
                     self._unfinished.remove(record)
                     self._hand_over(record)
             while self._waiting:
                 record = self._waiting[0]
-                running = record.end is None and not self._is_lost(record)
+                running = record.ended is None and not self._is_lost(record)
                 if running and len(self._unfinished) < MAX_WAITING:
                     self._unfinished.append(record)
                     self._waiting.popleft()
@@ -613,7 +620,7 @@ class Recorder:
     def _hand_over(self, record: Record) -> None:
         """Makes a span of what is over, or counts what is lost."""
         try:
-            if record.end is None:
+            if record.ended is None:
                 self.dropped += 1
                 record.kind = SILENT
             else:
@@ -629,7 +636,7 @@ class Recorder:
     def _is_lost(self, record: Record) -> bool:
         """Whether a fault of ours has left an open record behind: what encloses it has ended, and it runs on no other
         thread, where a call may take longer."""
-        if record.parent is None or record.parent.end is None:
+        if record.parent is None or record.parent.ended is None:
             return False
         for innermost in list(self._elsewhere.values()):
             at: Record | None = innermost
@@ -643,20 +650,21 @@ class Recorder:
         if self._connection is None or self._connection.closed:
             self.dropped += 1
             return
-        assert record.end is not None
+        end = record.end
+        assert end is not None
         if record.span is None and record.error is None:
             self._start_around(record)
             place = self._place(record)
             if place.parent is not None:
-                context = self._connection.direct.end(place.parent, record.end, *_described(record, place))
+                context = self._connection.direct.end(place.parent, end, *_described(record, place))
                 if context is not None:
                     record.span = NonRecordingSpan(context)
                     return
         span = record.span or self._start(record)
         if record.attributes:
             span.set_attributes(finite(record.attributes))
-        _mark(span, record, record.end)
-        span.end(record.end)
+        _mark(span, record, end)
+        span.end(end)
 
     def _start(self, record: Record) -> trace.Span:
         """Starts the span of a frequent record, in our thread."""
@@ -687,9 +695,9 @@ class Recorder:
             self.end_background(record)
         for record in reversed([*self._unfinished, *self._waiting]):
             # On other threads, and what a call does beside the thing that is current.
-            if not record.owned and record.end is None and not self._is_lost(record):
+            if not record.owned and record.ended is None and not self._is_lost(record):
                 record.error = error
-                record.end = monotonic_ns() + record.offset
+                record.ended = monotonic_ns()
         while (current := self.current) is not None:
             current.error = error
             current.token = None  # of another thread's context, which ends with it
