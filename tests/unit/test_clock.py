@@ -118,7 +118,9 @@ def test_a_step_has_the_wall_clock_of_its_start_and_the_length_that_it_had(recor
     clocks = Clocks(monkeypatch)
     loop = recorder.begin("megatron.train", LIVE)
     for iteration in range(2):
-        step = recorder.begin("megatron.train_step", LIVE, {}, ((iteration, 0, "megatron.train_step"), 0), iteration + 7)
+        step = recorder.begin(
+            "megatron.train_step", LIVE, {}, ((iteration, 0, "megatron.train_step"), 0), iteration + 7
+        )
         begun = clocks.monotonic + clocks.shift
         inner = recorder.begin("megatron.microbatch.forward", FREQUENT)
         clocks.shift += hours * HOUR
