@@ -46,6 +46,7 @@ def overhead(pairs: Sequence[tuple[float, float]]) -> Overhead | None:
     import random
     from statistics import median
 
+    pairs = [pair for pair in pairs if pair[0] > 0]
     if len(pairs) < _FEWEST_PAIRS:
         return None
     percents = [(on / off - 1) * 100 for off, on in pairs]

@@ -49,6 +49,7 @@ class Export(logging.Filter):
         """
         super().__init__()
         self.failing = False  # as of the last attempt
+        self.given_up = False  # what comes now is lost
         self._signal = signal
         self._exporter = exporter
         self._own = vars(exporter).get("export")  # of this one alone
@@ -57,6 +58,8 @@ class Export(logging.Filter):
         self._ended = ended
         self._scope = scope
         self._exported = Tally()
+        self.sent = 0
+        """Spans that the exporter has now: they may have arrived already."""
         self._lost = 0  # for certain, so far
         self._process = os.getpid()
         self._said: set[str] = set()
@@ -90,6 +93,9 @@ class Export(logging.Filter):
         unexported = self.unexported
         waiting = spans + len(self._queue or ())
         self._lost = max(self._lost, unexported - waiting)
+        if self.given_up:
+            return None
+        self.sent = spans
         with self.at_work():
             try:
                 result = self._export(batch, *args, **kwargs)
@@ -98,6 +104,7 @@ class Export(logging.Filter):
                 # The SDK would log it, each time; a result it doesn't look at.
                 result, self.failing = None, True
                 self._say("failed", "%s", f"{type(error).__name__}: {error}")
+        self.sent = 0
         if self.failing:
             self._lost += spans
             self._say("failed", "the exporter reports a failure")
@@ -118,7 +125,7 @@ class Export(logging.Filter):
     @property
     def lost(self) -> int:
         """Spans that are lost for certain, so far."""
-        return self._lost
+        return self.unexported if self.given_up else self._lost
 
     @property
     def unexported(self) -> int:

@@ -154,6 +154,19 @@ class Connection:
         exports = self._exports.get(TRACES, ())
         return max((export.unexported if final else export.lost for export in exports), default=0)
 
+    def stop_failing(self) -> bool:
+        """Has no more spans exported where the last attempt has failed, and says whether it has anywhere: what is
+        counted as lost must not arrive afterwards."""
+        exports = self._exports.get(TRACES, ())
+        for export in exports:
+            export.given_up |= export.failing
+        return any(export.given_up for export in exports)
+
+    @property
+    def sent(self) -> int:
+        """How many of our spans an exporter has now: they may have arrived."""
+        return max((export.sent for export in self._exports.get(TRACES, ())), default=0)
+
     def count_lost(self, spans: int) -> None:
         """Adds to the metric of lost spans."""
         self._lost.add(spans)

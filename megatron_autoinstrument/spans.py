@@ -162,6 +162,7 @@ class Recorder:
         self._last: dict[str, _Request] = {}  # of the process: its exit and a signal share them
         self._cut_off_by: str | None = None  # the signal
         self._told_of_signal = False
+        self._stopped = False  # the export of spans, before the metrics left with the number of those lost
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
 
@@ -539,15 +540,19 @@ class Recorder:
     def _certainly_lost(self) -> int:
         """How many are lost whatever happens: where the last flush has not ended, what it was to export may arrive."""
         last = self._last.get("spans")
-        return self._lost(final=last is not None and last.done is True)
+        return self._lost(final=self._stopped or (last is not None and last.done is True))
 
-    def _count_lost(self) -> int:
-        """Brings the metric of lost spans up to date, and returns how many there are in all."""
+    def _on_its_way(self) -> str:
+        """What is to be said of what an exporter has got, and has no answer for."""
+        sent = self._connection.sent if self._connection is not None else 0
+        return f", of which {sent} were on their way and may have arrived" if sent else ""
+
+    def _count_lost(self) -> None:
+        """Brings the metric of lost spans up to date."""
         lost = self._certainly_lost()
         if self._connection is not None and lost > self._counted:
             self._connection.count_lost(lost - self._counted)
             self._counted = lost
-        return lost
 
     def _ask(self, final: bool, release: bool = False) -> _Request:
         """Asks our thread for a flush; the last one closes what is open, and there is one of it."""
@@ -577,6 +582,9 @@ class Recorder:
             return None
 
         def flush_others() -> None:
+            last = self._last.get("spans")
+            if final and (last is None or last.done is None):
+                self._stopped = connection.stop_failing()
             self._count_lost()  # before the metrics leave
             connection.flush_others(final)
 
@@ -730,10 +738,11 @@ class Recorder:
             # Somebody's shutdown exports once more: where that took most of the time already, there is none for it.
             connection.give_up(late=spans.deadline - monotonic() < connection.exit_timeout_s / 2)
         told = []
-        lost = self._count_lost()  # only now: what was on its way has had its time
+        self._count_lost()
+        lost = self._lost(final)  # only now: what was on its way has had its time
         if lost > self._reported:
             self._reported = lost
-            reasons = [f"{lost - self.dropped} were not exported"] if lost > self.dropped else []
+            reasons = [f"{lost - self.dropped} were not exported{self._on_its_way()}"] if lost > self.dropped else []
             if self.dropped:
                 reasons.append(
                     f"{self.dropped} did not reach the exporter, since more than {MAX_WAITING} waited, or they could "
@@ -741,9 +750,7 @@ class Recorder:
                 )
             told.append(f"{lost} spans were dropped: {'; '.join(reasons)}.")
         if late:
-            on_its_way = max(0, self._lost(final=True) - lost) if final else 0
-            number = f": {on_its_way} spans had not been exported by then" if on_its_way else ""
-            told.append(f"The export of {' and '.join(late)} took more than {connection.exit_timeout_s:g} s{number}.")
+            told.append(f"The export of {' and '.join(late)} took more than {connection.exit_timeout_s:g} s.")
         if told:
             _logger.warning("%s", " ".join(told))
         return all(request.done for request in asked.values())
@@ -783,7 +790,7 @@ class Recorder:
         lost = self._lost(final=True)
         if (spans.done is None or lost) and not self._told_of_signal:
             self._told_of_signal = True
-            what = f"{lost or 'some'} spans {'are lost' if spans.done else 'had not been exported by then'}"
+            what = f"{lost or 'some'} spans are lost{self._on_its_way()}"
             # Not by logging, whose locks and streams the interrupted thread may be using.
             os.write(2, f"megatron_autoinstrument: {by} ended this rank; {what}.\n".encode())
 
