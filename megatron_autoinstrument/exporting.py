@@ -14,7 +14,8 @@ from typing import Any
 
 _logger = logging.getLogger(__name__)
 
-_SAID_ONCE = " (Told once: training goes on, and spans that are lost are counted and reported at the end.)"
+_SAID_ONCE = " (Told once: training goes on.)"
+_SAID_ONCE_OF_SPANS = " (Told once: training goes on, and spans that are lost are counted and reported at the end.)"
 _at_work = threading.local()  # .export: the Export that this thread is busy with
 
 
@@ -48,6 +49,7 @@ class Export(logging.Filter):
         """
         super().__init__()
         self.failing = False  # as of the last attempt
+        self.given_up = False  # what comes now is lost
         self._signal = signal
         self._exporter = exporter
         self._own = vars(exporter).get("export")  # of this one alone
@@ -56,9 +58,12 @@ class Export(logging.Filter):
         self._ended = ended
         self._scope = scope
         self._exported = Tally()
+        self.sent = 0
+        """Spans that the exporter has now: they may have arrived already."""
         self._lost = 0  # for certain, so far
         self._process = os.getpid()
         self._said: set[str] = set()
+        self._said_once = _SAID_ONCE_OF_SPANS if signal == "traces" else _SAID_ONCE
         # What they log is logged under their modules' names.
         classes = [kind for part in (exporter, holder, _inner(holder)) for kind in type(part).__mro__]
         modules = {kind.__module__ for kind in classes}
@@ -88,6 +93,9 @@ class Export(logging.Filter):
         unexported = self.unexported
         waiting = spans + len(self._queue or ())
         self._lost = max(self._lost, unexported - waiting)
+        if self.given_up:
+            return None
+        self.sent = spans
         with self.at_work():
             try:
                 result = self._export(batch, *args, **kwargs)
@@ -96,6 +104,7 @@ class Export(logging.Filter):
                 # The SDK would log it, each time; a result it doesn't look at.
                 result, self.failing = None, True
                 self._say("failed", "%s", f"{type(error).__name__}: {error}")
+        self.sent = 0
         if self.failing:
             self._lost += spans
             self._say("failed", "the exporter reports a failure")
@@ -116,7 +125,7 @@ class Export(logging.Filter):
     @property
     def lost(self) -> int:
         """Spans that are lost for certain, so far."""
-        return self._lost
+        return self.unexported if self.given_up else self._lost
 
     @property
     def unexported(self) -> int:
@@ -135,7 +144,7 @@ class Export(logging.Filter):
             return False
         self._said.add(kind)
         try:
-            record.msg, record.args = record.getMessage() + _SAID_ONCE, ()
+            record.msg, record.args = record.getMessage() + self._said_once, ()
         except Exception:  # noqa: BLE001
             return True  # its handlers will say what is wrong with it
         return True
@@ -143,7 +152,7 @@ class Export(logging.Filter):
     def _say(self, kind: str, what: str, *args: object) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            _logger.warning("Exporting %s failed: " + what + _SAID_ONCE, self._signal, *args)
+            _logger.warning("Exporting %s failed: " + what + self._said_once, self._signal, *args)
 
     def _is_full(self) -> bool:
         return self._queue is not None and self._queue.maxlen is not None and len(self._queue) >= self._queue.maxlen

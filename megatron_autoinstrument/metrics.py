@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from opentelemetry.metrics import Meter
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 STEP_DURATION = "megatron.training.step_duration_ms"
+SKIPPED = "megatron.training.skipped_iters"
+NONFINITE = "megatron.training.nonfinite_iters"
+"""Beyond the guide, and absent while there are none."""
 
 # Of a step's duration in milliseconds: 10 ms to 10 minutes, five to a decade.
 _BOUNDARIES = [10, 16, 25, 40, 63, 100, 160, 250, 400, 630, 1_000, 1_600, 2_500, 4_000, 6_300]
@@ -27,7 +30,8 @@ INSTRUMENTS = {
     "megatron.training.throughput_tflops": _Instrument("gauge", "", "TFLOP/s per GPU, as Megatron counts them"),
     "megatron.training.tokens_per_sec": _Instrument("gauge", "", "Tokens per second, all ranks together"),
     "megatron.training.grad_norm": _Instrument("gauge", "", "Gradient norm"),
-    "megatron.training.skipped_iters": _Instrument("counter", "", "Iterations whose update was skipped"),
+    SKIPPED: _Instrument("counter", "", "Iterations whose update was skipped"),
+    NONFINITE: _Instrument("counter", "", "Iterations whose loss or gradient norm was no finite number"),
     "megatron.training.learning_rate": _Instrument("gauge", "", "Learning rate"),
     "megatron.training.memory_allocated_gb": _Instrument("gauge", "", "Peak device memory in GiB"),
 }
@@ -36,28 +40,53 @@ SPANS_DROPPED = "megatron.otel.spans_dropped"
 """Beyond the guide."""
 
 _instruments: tuple[Meter, dict[str, Any]] | None = None
+_latest: dict[str, float] = {}  # the finite ones of the values that Megatron logged last
 
 
 def record(meter: Meter, values: Mapping[str, float | None]) -> None:
-    """Records one value per instrument. None, and what is no finite number, is left out: a NaN would stay in a
-    histogram's sum for ever."""
+    """Records what Megatron logs now, one value per instrument. None, and what is no finite number, is left out: a NaN
+    would stay in a histogram's sum for ever."""
+    global _latest
+    instruments = _of(meter)
+    _latest = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+    for name, value in _latest.items():
+        if INSTRUMENTS[name].kind == "counter":
+            instruments[name].add(value)
+        elif INSTRUMENTS[name].kind == "histogram":
+            instruments[name].record(value)
+
+
+def count(meter: Meter, skipped: bool, nonfinite: bool) -> None:
+    """Counts an iteration as what it was."""
+    instruments = _of(meter)
+    instruments[SKIPPED].add(int(skipped))
+    if nonfinite:
+        instruments[NONFINITE].add(1)
+
+
+def forget() -> None:
+    """Lets the gauges say nothing until something is recorded: a new run's values are not the last one's."""
+    global _latest
+    _latest = {}
+
+
+def _of(meter: Meter) -> dict[str, Any]:
     global _instruments
     if _instruments is None or _instruments[0] is not meter:
         _instruments = (meter, {name: _create(meter, name) for name in INSTRUMENTS})
-    for name, value in values.items():
-        if value is None or not math.isfinite(value):
-            continue
-        instrument = _instruments[1][name]
-        if INSTRUMENTS[name].kind == "counter":
-            instrument.add(value)
-        elif INSTRUMENTS[name].kind == "gauge":
-            instrument.set(value)
-        else:
-            instrument.record(value)
+    return _instruments[1]
 
 
 def _create(meter: Meter, name: str) -> Any:
     kind, unit, description = INSTRUMENTS[name]
     if kind == "histogram":
         return meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=_BOUNDARIES)
-    return getattr(meter, f"create_{kind}")(name, unit, description)
+    if kind == "counter":
+        return meter.create_counter(name, unit, description)
+
+    # The SDK would go on exporting the last value that was set, also when there is none any more.
+    def observe(options: CallbackOptions) -> list[Observation]:
+        value = _latest.get(name) if _instruments is not None and _instruments[0] is meter else None
+        return [] if value is None else [Observation(value)]
+
+    return meter.create_observable_gauge(name, [observe], unit, description)

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from megatron_autoinstrument import environment_variables as names
+from megatron_autoinstrument.finite import is_finite
 from megatron_autoinstrument.ranks import Rank
 from megatron_autoinstrument.targets import global_vars
 
@@ -85,7 +86,7 @@ def attributes(place: Rank, run_id: str) -> dict[str, str | int | float | bool]:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         for attribute, variables in _IN_A_POD.items():
             found[attribute] = found[attribute] or _first_set(*variables)
-    return {key: value for key, value in found.items() if isinstance(value, (str, int, float))}
+    return {key: value for key, value in found.items() if isinstance(value, (str, int, float)) and is_finite(value)}
 
 
 def _first_set(*variables: str) -> str | None:

@@ -72,7 +72,7 @@ class Connection:
         self.log_handler: logging.Handler | None = instruments.get(LOGS)
         self.closed = False  # somebody shut the tracer provider down
         self.exit_timeout_s = _OURS_EXIT_TIMEOUT_S if all(map(_is_ours, providers.values())) else _THEIRS_EXIT_TIMEOUT_S
-        self.has_others = set(providers) - {TRACES} != set()
+        self.others = " and ".join(name for name in providers if name != TRACES)
         self._generator = ids.private_generator(self.tracer)
         self._hand_on: Callable[[], None] = lambda: None
         self._watch: _Watch | None = None
@@ -195,9 +195,15 @@ class Connection:
 
     def flush_others(self, final: bool = False) -> None:
         """Asks the other providers to export what they hold."""
+        failure: Exception | None = None
         for name in self._providers:
             if name != TRACES:
-                self._flush(name, final)
+                try:
+                    self._flush(name, final)
+                except Exception as error:  # noqa: BLE001
+                    failure = error  # of metrics, after the logs have left too
+        if failure is not None:
+            raise failure
 
     def _flush(self, name: str, final: bool) -> None:
         exports = self._exports.get(name)
@@ -216,6 +222,19 @@ class Connection:
         """
         exports = self._exports.get(TRACES, ())
         return max((export.unexported if final else export.lost for export in exports), default=0)
+
+    def stop_failing(self) -> bool:
+        """Has no more spans exported where the last attempt has failed, and says whether it has anywhere: what is
+        counted as lost must not arrive afterwards."""
+        exports = self._exports.get(TRACES, ())
+        for export in exports:
+            export.given_up |= export.failing
+        return any(export.given_up for export in exports)
+
+    @property
+    def sent(self) -> int:
+        """How many of our spans an exporter has now: they may have arrived."""
+        return max((export.sent for export in self._exports.get(TRACES, ())), default=0)
 
     def count_lost(self, spans: int) -> None:
         """Adds to the metric of lost spans."""

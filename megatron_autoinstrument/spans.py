@@ -2,6 +2,9 @@
 
 A call costs two clock reads and a record. Records of coarse calls are live OpenTelemetry spans, current while they
 run; those of frequent calls become spans later, in a thread of ours, with the times that were read.
+
+The clock is the monotonic one. What it lacks to the wall clock is found out once for each step, or other record that
+nothing but the run encloses, and holds for all that is inside: a step of the wall clock moves spans, and bends none.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from threading import get_ident
-from time import monotonic, sleep, time_ns
+from time import monotonic, monotonic_ns, sleep, time_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import context as context_api
@@ -24,6 +27,7 @@ from opentelemetry.metrics import Meter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
 
 from megatron_autoinstrument import patching
+from megatron_autoinstrument.finite import finite
 from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
 from megatron_autoinstrument.redact import redacted
 from megatron_autoinstrument.semconv import FINALIZED, SPAN_GROUPS
@@ -42,6 +46,7 @@ LIVE, FREQUENT, SILENT = "live", "frequent", "silent"
 
 RUN_GROUPS = {"job", "model_init", "load_checkpoint", "checkpoint", "evaluate"}
 """What belongs to no step."""
+_RUN = frozenset(name for name, group in SPAN_GROUPS.items() if group == "job")
 _SCOPES = ("megatron.train_step", "megatron.evaluate")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
@@ -59,8 +64,8 @@ class Record:
     """One call that is, or was, running."""
 
     __slots__ = (
-        *("attributes", "end", "error", "identity", "kind", "link", "name", "owned", "parent", "root", "span"),
-        *("start", "token"),
+        *("attributes", "begun", "ended", "error", "identity", "kind", "link", "name", "offset", "owned", "parent"),
+        *("root", "span", "token"),
     )
 
     def __init__(
@@ -77,8 +82,34 @@ class Record:
         self.span: trace.Span | None = None
         self.token: Any = None
         self.error: dict[str, str] | None = None
-        self.end: int | None = None
-        self.start = time_ns()
+        self.ended: int | None = None
+        self.begun = monotonic_ns()
+        # From there to the wall clock.
+        self.offset: int = time_ns() - self.begun if parent is None else parent.offset
+
+    @property
+    def start(self) -> int:
+        """In ns since the epoch."""
+        return self.begun + self.offset
+
+    @property
+    def end(self) -> int | None:
+        """Likewise; None while it is running."""
+        return None if self.ended is None else self.ended + self.offset
+
+    def anchor(self) -> None:
+        """Asks the wall clock anew, for what nothing but the run encloses: the clock may have been stepped since that
+        began. Not where the span would start before its parent's."""
+        offset = time_ns() - self.begun
+        around = self.parent
+        if around is not None and self.root is None and self.begun + offset < around.start:
+            return
+        self.offset = offset
+        while around is not None:
+            if (later := offset - around.offset) > 0:  # it is to end later then, and to start when it did
+                around.begun -= later
+                around.offset = offset
+            around = around.parent
 
     @property
     def context(self) -> SpanContext | None:
@@ -124,9 +155,11 @@ class Recorder:
         """Of this run, once connected; None where ids can't be worked out."""
         self._deferred: Record | None = None
         self._held: Record | None = None
+        self._holds = True  # whether somebody will release it
         self._training_thread = 0
         self._elsewhere: dict[int, Record] = {}  # what is running on other threads, by the thread
         self._waiting: deque[Record] = deque()
+        self._unfinished: list[Record] = []  # those of them that were running when their turn came
         self._background: list[Record] = []
         self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
         self._thread: _Thread | None = None
@@ -134,6 +167,7 @@ class Recorder:
         self._last: dict[str, _Request] = {}  # of the process: its exit and a signal share them
         self._cut_off_by: str | None = None  # the signal
         self._told_of_signal = False
+        self._stopped = False  # the export of spans, before the metrics left with the number of those lost
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
 
@@ -164,11 +198,13 @@ class Recorder:
         elif parent.name == name:
             return None
         elif (thread := get_ident()) != self._training_thread:
-            return self._begin_elsewhere(thread, name, attributes)
+            return self._begin_elsewhere(thread, name, kind, attributes)
         record = Record(name, kind, parent, attributes)
         if identity is not None:
             record.identity = identity
             record.root = root
+        if kind is not FREQUENT and parent is not None and parent.name in _RUN:
+            record.anchor()
         if kind is LIVE:
             self._open(record)
         elif kind is FREQUENT:
@@ -188,7 +224,7 @@ class Recorder:
         records = [first]
         for name in names[1:]:
             other = self._keep(Record(name, FREQUENT, first.parent, attributes, owned=False))
-            other.start = first.start
+            other.begun, other.offset = first.begun, first.offset
             records.append(other)
         return records
 
@@ -207,7 +243,7 @@ class Recorder:
             attributes: What is known only now.
             hold: Whether to keep its span, with this end, for what is known only later; see `release`.
         """
-        now = time_ns()
+        ended = monotonic_ns()
         if record.owned:
             self.current = record.parent
         else:
@@ -220,8 +256,8 @@ class Recorder:
             self._muted_by = None
             self.mute(False)
         if record.kind is LIVE:
-            self._close(record, now, hold)
-        record.end = now  # last: from here on the thread may take it
+            self._close(record, ended, hold and self._holds)
+        record.ended = ended  # last: from here on the thread may take it
 
     def end_together(self, records: list[Record], error: BaseException | None) -> None:
         """Closes them now."""
@@ -231,16 +267,18 @@ class Recorder:
         marked = {"exception.type": first.error["exception.type"]} if first.error else None
         for other in records[1:]:
             other.error = marked
-            other.end = first.end
+            other.ended = first.ended
 
-    def _begin_elsewhere(self, thread: int, name: str, attributes: dict[str, Any] | None) -> Record | None:
+    def _begin_elsewhere(self, thread: int, name: str, kind: str, attributes: dict[str, Any] | None) -> Record | None:
         """Opens a record on another thread than the training one, such as autograd's. What runs there nests in
-        itself, and the outermost of it in what the training thread does."""
+        itself, and the outermost of it in what the training thread does. It is current in no context, so that what
+        would be live is frequent."""
         parent = self._elsewhere.get(thread, self.current)
         if parent is not None and parent.name == name:
             return None
-        record = self._elsewhere[thread] = self._keep(Record(name, FREQUENT, parent, attributes, owned=False))
-        return record
+        kind = SILENT if kind is SILENT else FREQUENT
+        record = self._elsewhere[thread] = Record(name, kind, parent, attributes, owned=False)
+        return record if kind is SILENT else self._keep(record)
 
     def _end_elsewhere(self, record: Record) -> None:
         if record.parent is None or record.parent.owned:
@@ -253,6 +291,7 @@ class Recorder:
             self._waiting.append(record)
         else:
             self.dropped += 1
+            record.kind = SILENT  # what is inside belongs to what is around
         return record
 
     # ------------------------------------------------------------------------------------------ coarse calls
@@ -282,10 +321,10 @@ class Recorder:
     def _close_aborted_run(self) -> None:
         """Ends all that a run left open which an exception ended at any point, be it inside this class."""
         self.close_open_records()
-        now = time_ns()
-        for record in list(self._waiting):
-            if record.end is None:
-                record.end = now
+        now = monotonic_ns()
+        for record in [*self._unfinished, *self._waiting]:
+            if record.ended is None:
+                record.ended = now
         self._elsewhere.clear()
         self.muted = 0
         self._muted_by = None
@@ -355,6 +394,7 @@ class Recorder:
         self._connect = connect
         self._confirm = confirm
         self._plan = plan
+        self._holds = True
         self.traces = None
         self.muted = 0
         self._muted_by = None  # its end comes yet, if it is running
@@ -406,10 +446,10 @@ class Recorder:
             self.traces = self._plan(self._connection, self.run_number)
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
-            self._thread = _Thread(self._hand_on)
+            self._thread = _Thread("spans", self._hand_on)
             atexit.register(self.exit)
-        if self._other_thread is None and self._connection is not None and self._connection.has_others:
-            self._other_thread = _Thread()
+        if self._other_thread is None and self._connection is not None and self._connection.others:
+            self._other_thread = _Thread(self._connection.others)
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._open(deferred)
@@ -451,7 +491,7 @@ class Recorder:
         held, self._held = self._held, None
         if held is not None and held.span is not None:
             if attributes:
-                held.span.set_attributes(attributes)
+                held.span.set_attributes(finite(attributes))
             self._end(held.span, held.end)
 
     def _end(self, span: trace.Span, end: int | None) -> None:
@@ -459,7 +499,7 @@ class Recorder:
         if self._connection is not None and self._connection.closed:
             self.dropped += 1
 
-    def _close(self, record: Record, now: int, hold: bool) -> None:
+    def _close(self, record: Record, ended: int, hold: bool) -> None:
         if record is self._deferred:
             self._get_ready()
         span = record.span
@@ -470,12 +510,13 @@ class Recorder:
         if span is None:
             return
         if record.attributes:
-            span.set_attributes(record.attributes)
-        _mark(span, record, now)
+            span.set_attributes(finite(record.attributes))
+        _mark(span, record, ended + record.offset)
         if hold:
+            record.ended = ended  # before another thread may release it
             self._held = record
         else:
-            self._end(span, now)
+            self._end(span, ended + record.offset)
 
     def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
         """What a span says of an exception: all of it where it was raised, its type on the spans around."""
@@ -484,9 +525,9 @@ class Recorder:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         # The error's id alone may be another error's by now; one raised inside this record began after it.
-        if record.kind is SILENT or (self._reported_error[0] == id(error) and record.start <= self._reported_error[1]):
+        if record.kind is SILENT or (self._reported_error[0] == id(error) and record.begun <= self._reported_error[1]):
             return {"exception.type": name}
-        self._reported_error = (id(error), record.start)
+        self._reported_error = (id(error), record.begun)
         return {
             "exception.type": name,
             "exception.message": redacted(_text(error)[:_MAX_TEXT]),
@@ -507,7 +548,7 @@ class Recorder:
 
     def end_background(self, record: Record) -> None:
         """Closes such a record now."""
-        record.end = time_ns()
+        record.ended = monotonic_ns()
         if record in self._background:
             self._background.remove(record)
             self._keep(record)
@@ -516,7 +557,7 @@ class Recorder:
 
     def _hand_on(self) -> None:
         self.drain()
-        self._count_lost(final=False)
+        self._count_lost()
 
     def _lost(self, final: bool) -> int:
         """How many spans are lost, as far as it is known now. It takes no lock: a signal handler may call it."""
@@ -524,7 +565,7 @@ class Recorder:
             return 0
         lost = self.dropped + self._not_exported + self._connection.lost(final)
         if final:
-            lost += len(self._waiting) + self._still_open()
+            lost += len(self._waiting) + len(self._unfinished) + self._still_open()
         return lost
 
     def _still_open(self) -> int:
@@ -534,17 +575,26 @@ class Recorder:
             return 0
         number = len(self._background) + (self._held is not None)
         while record is not None:
-            number += record.span is not None
+            number += record.kind is LIVE and record.span is not None
             record = record.parent
         return number
 
-    def _count_lost(self, final: bool) -> int:
-        """Brings the metric of lost spans up to date, and returns how many there are in all."""
-        lost = self._lost(final)
+    def _certainly_lost(self) -> int:
+        """How many are lost whatever happens: where the last flush has not ended, what it was to export may arrive."""
+        last = self._last.get("spans")
+        return self._lost(final=self._stopped or (last is not None and last.done is True))
+
+    def _on_its_way(self) -> str:
+        """What is to be said of what an exporter has got, and has no answer for."""
+        sent = self._connection.sent if self._connection is not None else 0
+        return f", of which {sent} were on their way and may have arrived" if sent else ""
+
+    def _count_lost(self) -> None:
+        """Brings the metric of lost spans up to date."""
+        lost = self._certainly_lost()
         if self._connection is not None and lost > self._counted:
             self._connection.count_lost(lost - self._counted)
             self._counted = lost
-        return lost
 
     def _ask(self, final: bool, release: bool = False) -> _Request:
         """Asks our thread for a flush; the last one closes what is open, and there is one of it."""
@@ -574,7 +624,10 @@ class Recorder:
             return None
 
         def flush_others() -> None:
-            self._count_lost(final)  # before the metrics leave
+            last = self._last.get("spans")
+            if final and (last is None or last.done is None):
+                self._stopped = connection.stop_failing()
+            self._count_lost()  # before the metrics leave
             connection.flush_others(final)
 
         request = _Request(flush_others)
@@ -595,42 +648,90 @@ class Recorder:
         try:
             if self._connection is not None:
                 self._connection.look(final)
+            for record in list(self._unfinished):
+                if record.ended is not None or self._is_lost(record):
+                    self._unfinished.remove(record)
+                    self._hand_over(record)
             while self._waiting:
                 record = self._waiting[0]
-                if record.end is None:
-                    if not final and (record.parent is None or record.parent.end is None):
-                        break  # still running
-                    self._waiting.popleft()  # a fault of ours left it open
-                    self.dropped += 1
+                running = record.ended is None and not self._is_lost(record)
+                if running and len(self._unfinished) < MAX_WAITING:
+                    self._unfinished.append(record)
+                    self._waiting.popleft()
                     continue
                 self._waiting.popleft()
-                try:
-                    self._emit(record)
-                except Exception:
-                    self.dropped += 1  # a processor or sampler of somebody's
-                    _logger.debug("A span could not be handed on", exc_info=True)
-                self._handed += 1
-                if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
-                    self._connection.flush_spans()
+                self._hand_over(record)
+            if final:
+                self.dropped += len(self._unfinished)
+                self._unfinished.clear()
         finally:
             draining.release()
+
+    def _hand_over(self, record: Record) -> None:
+        """Makes a span of what is over, or counts what is lost."""
+        try:
+            if record.ended is None:
+                self.dropped += 1
+                record.kind = SILENT
+            else:
+                self._emit(record)
+        except Exception:
+            self.dropped += 1  # a processor or sampler of somebody's
+            record.kind = SILENT  # what is inside belongs to what is around
+            _logger.debug("A span could not be handed on", exc_info=True)
+        self._handed += 1
+        if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
+            self._connection.flush_spans()
+
+    def _is_lost(self, record: Record) -> bool:
+        """Whether a fault of ours has left an open record behind: what encloses it has ended, and it runs on no other
+        thread, where a call may take longer."""
+        if record.parent is None or record.parent.ended is None:
+            return False
+        for innermost in list(self._elsewhere.values()):
+            at: Record | None = innermost
+            while at is not None and not at.owned:
+                if at is record:
+                    return False
+                at = at.parent
+        return True
 
     def _emit(self, record: Record) -> None:
         if self._connection is None or self._connection.closed:
             self.dropped += 1
             return
-        assert record.end is not None
+        end = record.end
+        assert end is not None
+        if record.span is None and record.error is None:
+            self._start_around(record)
+            place = self._place(record)
+            if place.parent is not None:
+                context = self._connection.direct.end(place.parent, end, *_described(record, place))
+                if context is not None:
+                    record.span = NonRecordingSpan(context)
+                    return
+        span = record.span or self._start(record)
+        if record.attributes:
+            span.set_attributes(finite(record.attributes))
+        _mark(span, record, end)
+        span.end(end)
+
+    def _start(self, record: Record) -> trace.Span:
+        """Starts the span of a frequent record, in our thread."""
+        assert self._connection is not None
+        self._start_around(record)
         place = self._place(record)
-        described = _described(record, place)
-        if place.parent is not None and record.error is None:
-            context = self._connection.direct.end(place.parent, record.end, *described)
-            if context is not None:
-                record.span = NonRecordingSpan(context)
-                return
-        span = self._connection.start_span(_context_of(place.parent), place.trace, *described)
-        _mark(span, record, record.end)
-        record.span = span
-        span.end(record.end)
+        context = _context_of(place.parent)
+        record.span = self._connection.start_span(context, place.trace, *_described(record, place))
+        return record.span
+
+    def _start_around(self, record: Record) -> None:
+        """Starts the span of the frequent record around this one, which is still running: nobody waits for its end."""
+        around = record.parent
+        while around is not None and around.span is None and around.kind is not FREQUENT:
+            around = around.parent
+        if around is not None and around.span is None:
+            self._start(around)
 
     def close_open_records(self, cut_off_by: str | None = None) -> None:
         """Ends what is still running, from the inside out: the process is about to end.
@@ -642,12 +743,11 @@ class Recorder:
         for record in list(self._background):
             record.attributes = {**(record.attributes or {}), FINALIZED: False}
             self.end_background(record)
-        now = time_ns()
-        for record in reversed(list(self._waiting)):
+        for record in reversed([*self._unfinished, *self._waiting]):
             # On other threads, and what a call does beside the thing that is current.
-            if not record.owned and record.end is None and record.parent is not None and record.parent.end is None:
+            if not record.owned and record.ended is None and not self._is_lost(record):
                 record.error = error
-                record.end = now
+                record.ended = monotonic_ns()
         while (current := self.current) is not None:
             current.error = error
             current.token = None  # of another thread's context, which ends with it
@@ -669,29 +769,33 @@ class Recorder:
         thread, connection = self._thread, self._connection
         if thread is None or connection is None:
             return True
+        self._holds = self._holds and not release
         spans = self._ask(final, release)
         reserve = _OTHERS_S if self._other_thread is not None else 0.0
         spans.answered.wait(spans.deadline - reserve - monotonic())
-        lost = self._count_lost(final)
         others = self._ask_others(final, spans.deadline)
-        requests = [request for request in (others, spans) if request is not None]
-        in_time = all(request.answered.wait(request.deadline - monotonic()) for request in requests)
+        asked = {"spans": spans} | ({connection.others: others} if others is not None else {})
+        late = [what for what, request in asked.items() if not request.answered.wait(request.deadline - monotonic())]
         if final:
             # Somebody's shutdown exports once more: where that took most of the time already, there is none for it.
             connection.give_up(late=spans.deadline - monotonic() < connection.exit_timeout_s / 2)
-        given_up = "" if in_time else f" What was not exported after {connection.exit_timeout_s:g} s was given up."
+        told = []
+        self._count_lost()
+        lost = self._lost(final)  # only now: what was on its way has had its time
         if lost > self._reported:
-            reasons = [f"{lost - self.dropped} were not exported"] if lost > self.dropped else []
+            self._reported = lost
+            reasons = [f"{lost - self.dropped} were not exported{self._on_its_way()}"] if lost > self.dropped else []
             if self.dropped:
                 reasons.append(
                     f"{self.dropped} did not reach the exporter, since more than {MAX_WAITING} waited, or they could "
                     "not be closed or handed on, or OpenTelemetry had been shut down before"
                 )
-            _logger.warning("%d spans were dropped: %s.%s", lost, "; ".join(reasons), given_up)
-            self._reported = lost
-        elif given_up:
-            _logger.warning("Exporting took too long.%s", given_up)
-        return in_time and all(request.done for request in requests)
+            told.append(f"{lost} spans were dropped: {'; '.join(reasons)}.")
+        if late:
+            told.append(f"The export of {' and '.join(late)} took more than {connection.exit_timeout_s:g} s.")
+        if told:
+            _logger.warning("%s", " ".join(told))
+        return all(request.done for request in asked.values())
 
     def catch_up(self, seconds: float) -> None:
         """Has our thread export what is closed, and waits for that so long at most."""
@@ -701,6 +805,7 @@ class Recorder:
     def hand_on(self, release: bool = False) -> None:
         """Has our thread export what is closed, and doesn't wait; see `flush`. A signal handler may call it."""
         if self._thread is not None and self._connection is not None:
+            self._holds = self._holds and not release
             self._ask(final=False, release=release)
 
     def cut_off(self, by: str, hurried: Callable[[], bool]) -> None:
@@ -727,8 +832,9 @@ class Recorder:
         lost = self._lost(final=True)
         if (spans.done is None or lost) and not self._told_of_signal:
             self._told_of_signal = True
+            what = f"{lost or 'some'} spans are lost{self._on_its_way()}"
             # Not by logging, whose locks and streams the interrupted thread may be using.
-            os.write(2, f"megatron_autoinstrument: {by} ended this rank; {lost or 'some'} spans are lost.\n".encode())
+            os.write(2, f"megatron_autoinstrument: {by} ended this rank; {what}.\n".encode())
 
     def disconnect(self) -> None:
         """Lets go of the exporters: what they do from now on is not watched."""
@@ -746,6 +852,7 @@ class Recorder:
         self._draining = threading.Lock()  # our thread may have held it
         self._last = {}
         self._waiting.clear()
+        self._unfinished.clear()
         self._background.clear()
         self._elsewhere.clear()
 
@@ -769,9 +876,10 @@ class _Request:
 
 
 class _Thread:
-    """A thread of ours: it does what it is asked for, and `between` from time to time."""
+    """A thread of ours: it exports what it is asked for, and does `between` from time to time."""
 
-    def __init__(self, between: Callable[[], None] | None = None) -> None:
+    def __init__(self, exports: str, between: Callable[[], None] | None = None) -> None:
+        self._exports = exports
         self._between = between
         self._asked: SimpleQueue[_Request] = SimpleQueue()  # one that a signal handler may put into
         self._failed = False
@@ -798,7 +906,7 @@ class _Thread:
             work()
         except Exception:
             level = logging.DEBUG if self._failed else logging.WARNING  # told once
-            _logger.log(level, "Exporting what was recorded failed; some of it is lost.", exc_info=True)
+            _logger.log(level, "Exporting %s failed; some of it is lost.", self._exports, exc_info=True)
             self._failed = True
             return False
         return True
@@ -818,7 +926,7 @@ def _context_of(parent: SpanContext | None) -> context_api.Context:
     )
 
 
-def _described(record: Record, place: _Place) -> tuple[str, int, dict[str, Any] | None, tuple[Link, ...], int | None]:
+def _described(record: Record, place: _Place) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
     """What is known of its span when it starts: name, start, attributes, links and id."""
     links: tuple[Link, ...] = () if place.around is None else (Link(place.around),)
     if isinstance(record.link, SpanContext):
@@ -827,7 +935,8 @@ def _described(record: Record, place: _Place) -> tuple[str, int, dict[str, Any] 
         trace_id = record.link[0][0]
         links += (Link(SpanContext(trace_id, span_id(record.link), is_remote=True, trace_flags=_SAMPLED)),)
     identity = record.identity
-    return record.name, record.start, record.attributes, links, span_id(identity) if identity is not None else None
+    attributes = finite(record.attributes) if record.attributes else None
+    return record.name, record.start, attributes, links, span_id(identity) if identity is not None else None
 
 
 def _mark(span: trace.Span, record: Record, now: int) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_autoinstrument.finite import finite_log
 from megatron_autoinstrument.groups import LOGS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
 from megatron_autoinstrument.spans import RECORDER, THREAD
@@ -38,7 +39,7 @@ def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
             return
         here.busy = True
         try:
-            handler.emit(record)
+            handler.emit(finite_log(record))
         except Exception as error:  # noqa: BLE001
             # One that can't be formatted, or a processor of somebody's; the others are recorded all the same.
             if not failed:

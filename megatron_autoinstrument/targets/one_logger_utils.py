@@ -14,8 +14,8 @@ def _track_e2e_metrics(original: Function, groups: frozenset[str]) -> Hook:
     throughput = argument(original, "throughput")
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
-        if training.logging_now is not None:
-            training.logging_now.tflops = throughput(args, kwargs)
+        if training.run.logging is not None:
+            training.run.logging.tflops = throughput(args, kwargs)
 
     return Hook(begin, lambda token, result, error: None)
 

@@ -67,6 +67,12 @@ running: Pass | None = None
 _passes: tuple[Identity | None, int] = (None, 0)  # the step or evaluation of the latest pass, and its number there
 
 
+def forget() -> None:
+    """A run begins: an in-process restart may have left anything of the last one behind."""
+    global running, _passes
+    running, _passes = None, (None, 0)
+
+
 def _number_in(scope: Identity | None) -> int:
     global _passes
     _passes = (scope, _passes[1] + 1 if _passes[0] == scope else 0)

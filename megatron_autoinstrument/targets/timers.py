@@ -12,7 +12,7 @@ from megatron_autoinstrument.targets import training
 
 def _elapsed(original: Function, groups: frozenset[str]) -> Hook:
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-        interval = training.logging_now
+        interval = training.run.logging
         return interval if interval is not None and args[0].name == "interval-time" else None
 
     def end(interval: Any, result: Any, error: BaseException | None) -> None:

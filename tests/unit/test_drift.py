@@ -119,8 +119,7 @@ def reader():
 def instrument(monkeypatch, provider, reader):
     monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "all")
     monkeypatch.setenv("MEGATRON_OTEL_TRACE_SCOPE", "run")
-    monkeypatch.setattr(training_target, "_skipped_iterations", 0)
-    monkeypatch.setattr(training_target, "_loss_name", None)
+    monkeypatch.setattr(training_target, "run", training_target.Run())
     monkeypatch.setattr(schedules_target, "running", None)
     meter_provider = MeterProvider(metric_readers=[reader])
     yield lambda: MegatronInstrumentor().instrument(tracer_provider=provider, meter_provider=meter_provider)

@@ -7,7 +7,9 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from megatron_autoinstrument import metrics
 from megatron_autoinstrument.groups import METRICS
-from megatron_autoinstrument.targets import training
+from megatron_autoinstrument.metrics import NONFINITE
+from megatron_autoinstrument.spans import LIVE
+from megatron_autoinstrument.targets import schedules, training
 
 
 @pytest.fixture
@@ -48,6 +50,12 @@ class Tensor(float):
     def __add__(self, other):
         return Tensor(float(self) + float(other))
 
+    def float(self):
+        return self
+
+    def sum(self):
+        return self
+
 
 def training_log(
     loss_dict,
@@ -74,22 +82,21 @@ def log(monkeypatch, fake_module, recorder, meter):
     fake_module("megatron.core.num_microbatches_calculator").get_num_microbatches = lambda: 5
     monkeypatch.setattr(training, "RECORDER", recorder)
     monkeypatch.setattr(type(recorder), "meter", property(lambda self: meter))
-    monkeypatch.setattr(training, "_skipped_iterations", 0)
-    monkeypatch.setattr(training, "_loss_name", None)
+    monkeypatch.setattr(training, "run", training.Run())
     hook = training._training_log(training_log, frozenset({METRICS, "step"}))
     totals = {}
 
-    def call(iteration, loss, skipped=0, grad_norm=1.5, learning_rate=0.1):
+    def call(iteration, loss, skipped=0, grad_norm=1.5, learning_rate=0.1, is_first=False):
         losses = {"lm loss": Tensor(loss)} if loss is not None else {}
-        args = (losses, totals, learning_rate, iteration, 1.0, False, skipped, grad_norm, None, None, None)
+        args = (losses, totals, learning_rate, iteration, 1.0, False, skipped, grad_norm, None, None, None, is_first)
         token = hook.begin(args, {})
         totals["advanced iterations"] = totals.get("advanced iterations", 0) + (not skipped)
         totals["skipped iterations"] = totals.get("skipped iterations", 0) + skipped
         if losses and not skipped:
             totals["lm loss"] = totals.get("lm loss", Tensor(0)) + losses["lm loss"]
-        if training.logging_now is not None:
-            training.logging_now.elapsed_s = 4.0
-            training.logging_now.tflops = 300.0
+        if training.run.logging is not None:
+            training.run.logging.elapsed_s = 4.0
+            training.run.logging.tflops = 300.0
         hook.end(token, None, None)
         if iteration % 2 == 0:
             totals.clear()
@@ -118,6 +125,130 @@ def test_skipped_iterations_are_counted_once_and_left_out_of_the_loss(log, reade
     log(3, 9.0, skipped=1)
     log(4, 9.0, skipped=1)
     assert points(reader)["megatron.training.skipped_iters"] == 3
+
+
+def finished(exporter):
+    spans = [dict(span.attributes) for span in exporter.get_finished_spans()]
+    exporter.clear()
+    return spans
+
+
+@pytest.fixture
+def step(log, recorder):
+    """A step, and its log."""
+
+    def call(iteration, loss, **logged):
+        recorder.end(recorder.begin("megatron.train_step", LIVE), hold=True)
+        log(iteration, loss, **logged)
+
+    return call
+
+
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_a_loss_that_is_not_finite_is_said_to_be_so_and_no_gauge_repeats_the_last_one_that_was(
+    step, reader, exporter, bad
+):
+    step(1, 4.0)
+    step(2, 4.0)
+    assert points(reader)["megatron.training.loss"] == 4.0
+    assert NONFINITE not in points(reader)
+    finished(exporter)
+    step(3, 4.0)
+    step(4, bad, grad_norm=bad)
+    assert finished(exporter) == [{}, {"megatron.loss.finite": False, "megatron.grad_norm.finite": False}]
+    for _ in range(2):  # a cumulative export goes on
+        found = points(reader)
+        assert not {"megatron.training.loss", "megatron.training.grad_norm"} & set(found)
+        assert found[NONFINITE] == 1
+        assert found["megatron.training.learning_rate"] == 0.1
+    step(5, 4.0)
+    step(6, 5.0)
+    assert finished(exporter)[1] == {"megatron.loss": 4.5, "megatron.grad_norm": 1.5}
+    assert points(reader)["megatron.training.loss"] == 4.5
+    assert points(reader)[NONFINITE] == 1
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_an_iteration_that_is_not_finite_counts_once_whenever_megatron_reads_it(step, reader, exporter, bad):
+    step(1, bad, grad_norm=bad)  # its norm is known at once, its loss by the average of the interval
+    assert finished(exporter) == [{"megatron.grad_norm.finite": False}]
+    assert points(reader)[NONFINITE] == 1
+    step(2, 4.0)
+    assert finished(exporter) == [{"megatron.loss.finite": False, "megatron.grad_norm": 1.5}]
+    assert points(reader)[NONFINITE] == 1
+    step(3, bad, grad_norm=None)
+    assert points(reader)[NONFINITE] == 1
+    step(4, bad, grad_norm=None)  # the average tells of one of the two
+    assert points(reader)[NONFINITE] == 2
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_a_skipped_iteration_whose_loss_is_not_finite_counts_as_both(step, reader, exporter, bad):
+    step(1, bad, skipped=1, grad_norm=None)
+    step(2, 4.0)
+    assert finished(exporter) == [{"megatron.loss.finite": False}, {"megatron.loss": 4.0, "megatron.grad_norm": 1.5}]
+    step(3, bad, skipped=1, grad_norm=None)
+    step(4, bad, skipped=1, grad_norm=None)
+    assert points(reader)[NONFINITE] == points(reader)["megatron.training.skipped_iters"] == 3
+    step(5, 4.0, skipped=1, grad_norm=None)
+    assert points(reader)["megatron.training.skipped_iters"] == 4
+    assert points(reader)[NONFINITE] == 3
+
+
+def test_a_loss_is_read_only_where_megatron_has_just_read_it(step, monkeypatch):
+    read = []
+    monkeypatch.setattr(Tensor, "item", lambda self: read.append(1) or float(self))
+    step(1, math.nan)
+    assert not read
+    step(2, 4.0)
+    assert len(read) == 1
+    step(3, math.nan, skipped=1)  # Megatron looks whether it is NaN
+    assert len(read) == 2
+
+
+def test_the_first_iteration_that_is_logged_beside_its_interval_counts_once(log, reader):
+    log(1, math.nan, grad_norm=None, is_first=True)
+    assert points(reader)[NONFINITE] == 1
+    log(2, 4.0)
+    assert "megatron.training.loss" not in points(reader)
+    assert points(reader)[NONFINITE] == 1
+
+
+def test_what_is_known_of_a_run_does_not_outlive_it(log, reader, recorder):
+    def pretrain(model_type=None, inprocess_call_wrapper=None):
+        pass
+
+    def setup_model_and_optimizer():
+        pass
+
+    around = training._pretrain(pretrain, frozenset({METRICS, "job"}))
+    model = training._setup_model_and_optimizer(setup_model_and_optimizer, frozenset({METRICS}))
+    everything = dict.fromkeys(training.Run.__slots__, "left behind")
+
+    def leave_behind():
+        log(2, 4.0)
+        for name, value in everything.items():
+            setattr(training.run, name, value)
+        schedules.running = schedules._passes = "left behind"
+
+    def is_left():
+        kept = [name for name in everything if getattr(training.run, name) == "left behind"]
+        return kept + [value for value in (schedules.running, schedules._passes) if value == "left behind"]
+
+    leave_behind()
+    run = around.begin((), {})
+    assert not is_left()
+    assert "megatron.training.loss" not in points(reader)  # a gauge would tell the last run's
+    leave_behind()
+    model.end(model.begin((), {}), None, None)
+    assert around.begin((), {}) is None
+    assert len(is_left()) == len(everything) + 2  # still the same one
+    around.end(run, None, None)
+    model.end(model.begin((), {}), None, None)  # a loop of one's own
+    assert not is_left()
 
 
 def test_what_a_rank_does_not_hold_is_not_recorded(log, reader):

@@ -15,6 +15,7 @@ from standins import Store
 from megatron_autoinstrument import MegatronInstrumentor, config, ids, instrumentor, patching, ranks, traces
 from megatron_autoinstrument.spans import LIVE
 from megatron_autoinstrument.targets import p2p_communication, schedules
+from megatron_autoinstrument.targets import training as target_of_training
 
 TRAINING = """
 def pretrain(iterations, inprocess_call_wrapper=None):
@@ -77,7 +78,7 @@ def spans_of(training, monkeypatch, torch_distributed):
     ):
         torch_distributed(rank, 4, store)
         monkeypatch.setattr(ids, "_run", None)
-        monkeypatch.setattr("megatron_autoinstrument.targets.training._latest", ("", 0, 0))
+        monkeypatch.setattr(target_of_training, "run", target_of_training.Run())
         for name, value in {
             "MEGATRON_OTEL_SPAN_GROUPS": groups,
             "MEGATRON_OTEL_RANK_STRATEGY": "all_ranks",
