@@ -37,7 +37,9 @@ SITUATIONS = [
 TAKES_SOME = (collectors.dying, collectors.slow)
 
 # What OpenTelemetry's exporters and processors say of a failure, or this package in their place.
-TROUBLE = re.compile(r"Transient error|Failed to export|Exporting|Exception while|Queue|Timeout|Traceback|already shutdown")
+TROUBLE = re.compile(
+    r"Transient error|Failed to export|Exporting|Exception while|Queue|Timeout|Traceback|already shutdown"
+)
 ONCE = "(Told once: "
 
 
