@@ -31,7 +31,7 @@ EVERYTHING = {"MEGATRON_OTEL_SPAN_GROUPS": "all", "MEGATRON_OTEL_RANK_STRATEGY":
 _TIMEOUT_S = 240
 
 # The Megatron that the tests are about: the one installed, or that in this folder.
-_MEGATRON = Path(os.environ["TEST_MEGATRON"]) if os.environ.get("TEST_MEGATRON") else None
+MEGATRON = Path(os.environ["TEST_MEGATRON"]) if os.environ.get("TEST_MEGATRON") else None
 
 
 def _messages() -> re.Pattern[str]:
@@ -88,7 +88,7 @@ def train(
     script: Path = FIXTURES / "pretrain_tiny_gpt.py",
     environment: Mapping[str, str] = EVERYTHING,
     otel: Path | None = None,
-    megatron: Path | None = _MEGATRON,
+    megatron: Path | None = MEGATRON,
     first: Path | None = None,
     python: Path = Path(sys.executable),
     folder: str | None = None,
