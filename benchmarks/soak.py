@@ -1,9 +1,9 @@
 """A long run with everything on and Python's garbage collector off, as Megatron has it: what grows?
 
-It is the run of fixtures/standin_run.py, in which each kind of call is made that is wrapped, exporting spans, metrics and
-logs over OTLP/gRPC to a receiver in another process.
+It is the run of fixtures/standin_run.py, with a call of every kind that is wrapped. Spans, metrics and logs are sent
+over OTLP/gRPC to a receiver in another process.
 
-python benchmarks/soak.py [STEPS]; it ends with status 1 where anything has grown after the warm-up, or any span is lost.
+python benchmarks/soak.py [STEPS]; it ends with status 1 where anything grows after the warm-up, or a span is lost.
 """
 
 import gc

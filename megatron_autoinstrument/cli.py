@@ -20,11 +20,11 @@ from megatron_autoinstrument.semconv import COMBINED, SPAN_GROUPS
 _KINDS = {
     "megatron.microbatch.forward": ("forward", "█"),
     "megatron.microbatch.backward": ("backward", "▓"),
-    "megatron.p2p.recv_forward": ("P2P, mostly waiting", "░"),
-    "megatron.p2p.send_forward": ("P2P, mostly waiting", "░"),
-    "megatron.p2p.recv_backward": ("P2P, mostly waiting", "░"),
-    "megatron.p2p.send_backward": ("P2P, mostly waiting", "░"),
-    "megatron.pp.recv_forward.linked": ("P2P, mostly waiting", "░"),
+    "megatron.p2p.recv_forward": ("P2P, with its waits", "░"),
+    "megatron.p2p.send_forward": ("P2P, with its waits", "░"),
+    "megatron.p2p.recv_backward": ("P2P, with its waits", "░"),
+    "megatron.p2p.send_backward": ("P2P, with its waits", "░"),
+    "megatron.pp.recv_forward.linked": ("P2P, with its waits", "░"),
     "megatron.grad_sync.start": ("gradient sync", "▒"),
     "megatron.grad_sync.finish": ("gradient sync", "▒"),
     "megatron.optimizer_step": ("optimizer", "▚"),
@@ -95,7 +95,8 @@ def report(spans: list[ReceivedSpan], iteration: int | None = None) -> Iterator[
     yield from _timeline([step for step in steps if step.attributes["megatron.iteration"] == shown], shown)
     yield from _breakdown(steps, known)
     yield ""
-    yield "P2P spans of a stage last as long as it waits for its neighbour; the rest includes Megatron's own barriers."
+    yield "A P2P span lasts as long as Megatron waits in it: for the neighbour, and on a GPU by default for all that the"
+    yield "stage has queued. The rest includes Megatron's own barriers."
     yield "To send the same spans to your own backend, set OTEL_EXPORTER_OTLP_ENDPOINT and leave this command out."
 
 

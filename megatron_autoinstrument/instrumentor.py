@@ -52,8 +52,8 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
     `instrument()` may come before or after Megatron is imported, and again after `uninstrument()`, also while
     training runs. What to record, and on which ranks, is told by the environment variables of
     `megatron_autoinstrument.environment_variables` and by flags. On ranks that don't export, nothing is patched but
-    Megatron's argument parser. Any thread may call these, and a signal handler may: what is asked for while something
-    else is being done comes after it, and nobody waits for that for ever.
+    Megatron's argument parser and what it hands its result to. Any thread may call these, and a signal handler may:
+    what is asked for while something else is being done comes after it, and nobody waits for that for ever.
     """
 
     configuration = config.Configuration  # opentelemetry-configuration asks for it by this name

@@ -31,7 +31,7 @@ EVERYTHING = {"MEGATRON_OTEL_SPAN_GROUPS": "all", "MEGATRON_OTEL_RANK_STRATEGY":
 _TIMEOUT_S = 240
 
 # The Megatron that the tests are about: the one installed, or that in this folder.
-_MEGATRON = Path(os.environ["TEST_MEGATRON"]) if os.environ.get("TEST_MEGATRON") else None
+MEGATRON = Path(os.environ["TEST_MEGATRON"]) if os.environ.get("TEST_MEGATRON") else None
 
 
 def _messages() -> re.Pattern[str]:
@@ -88,8 +88,10 @@ def train(
     script: Path = FIXTURES / "pretrain_tiny_gpt.py",
     environment: Mapping[str, str] = EVERYTHING,
     otel: Path | None = None,
-    megatron: Path | None = _MEGATRON,
+    megatron: Path | None = MEGATRON,
     first: Path | None = None,
+    python: Path = Path(sys.executable),
+    folder: str | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Run:
     """Trains the tiny GPT.
@@ -103,14 +105,16 @@ def train(
         otel: A folder with another OpenTelemetry, to be preferred.
         megatron: A folder with another Megatron, likewise.
         first: A folder to be preferred to both.
+        python: Of another environment.
+        folder: The current one of the ranks.
     """
     tiny = (FIXTURES / "tiny_gpt.args").read_text().split()
     rank = [script, *tiny, *options]
-    command = [sys.executable, *rank]
+    command = [python, *rank]
     if torchrun is not None:
         command = [BIN / "torchrun", "--nproc-per-node", str(ranks), *torchrun, *rank]
     if way == INSTRUMENT:
-        command.insert(0, (otel / "bin" if otel else BIN) / "opentelemetry-instrument")
+        command = [python, (otel / "bin" if otel else BIN) / "opentelemetry-instrument", *command]
     places = [{}] if torchrun is not None else _places(ranks)
     base = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "MEGATRON_", "NEMO_"))}
     with Receiver() as receiver:
@@ -130,6 +134,7 @@ def train(
                 **environment,
             },
             places,
+            folder,
             timeout_s,
         )
         requests = {signal: receiver._requests(signal) for signal in ("spans", "metrics", "logs")}
@@ -152,6 +157,7 @@ def _run(
     command: Sequence[object],
     environment: Mapping[str, str],
     places: Sequence[Mapping[str, str]],
+    folder: str | None,
     timeout_s: float,
 ) -> tuple[int, str]:
     """Runs `command` once for each of `places`, as long as none fails: the status, and what all of them print."""
@@ -161,6 +167,7 @@ def _run(
             subprocess.Popen(
                 [str(word) for word in command],
                 env={**environment, **place},
+                cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -2,6 +2,10 @@
 
 import os
 import re
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
 
 import pytest
 from harness import EVERYTHING, INSTRUMENT, PLAIN, PTH, SCRIPTS, plain_losses, train
@@ -88,17 +92,56 @@ def test_without_a_distro_under_opentelemetry_instrument_the_providers_are_ours(
     assert run.losses == plain_losses(ranks=1)
 
 
-def test_without_a_home_and_in_a_folder_that_cannot_be_written_training_is_recorded(tmp_path):
-    nowhere = tmp_path / "nowhere"
-    nowhere.write_text("a file, so that nothing can be made in it")
-    run = train(
-        ranks=1,
-        way=PTH,
-        environment={
-            **EVERYTHING,
-            **{name: str(nowhere / "x") for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")},
-        },
-    )
+# Says of each file that is opened for writing, and each folder that is made, by whose code.
+TELLING_WRITES = """
+import os, sys
+STANDARD = ("<frozen", *(os.path.join(os.path.dirname(os.__file__), name) for name in ("os", "tempfile", "pathlib")))
+def tell(event, arguments):
+    if event in ("os.mkdir", "os.rename", "os.symlink") or (
+        event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    ):
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(STANDARD):
+            frame = frame.f_back
+        os.write(1, f"\\nWRITES {frame.f_code.co_filename} {arguments[0]}\\n".encode())
+sys.addaudithook(tell)
+open(os.devnull, "w").close()
+"""
+
+
+def test_without_a_home_and_in_a_folder_that_cannot_be_written_training_is_recorded_and_nothing_written(tmp_path):
+    """In /proc nobody makes a file, not even root."""
+    with pytest.raises(OSError, match="/proc"):
+        Path("/proc/x").touch()
+    (tmp_path / "sitecustomize.py").write_text(TELLING_WRITES)
+    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"), "/proc/x")
+    environment = {**ALL_SIGNALS, **nowhere, "PYTHONDONTWRITEBYTECODE": "1"}
+    run = train(ranks=1, way=PTH, folder="/proc", first=tmp_path, environment=environment)
     assert run.status == 0, run.output[-3000:]
     assert run.counts(0)["megatron.train_step"] == 6
-    assert not os.path.isdir(nowhere)
+    assert run.losses == plain_losses(ranks=1)
+    writes = re.findall(r"^WRITES (.*)", run.output, re.MULTILINE)
+    assert f"{tmp_path}/sitecustomize.py {os.devnull}" in writes
+    assert not [line for line in writes if re.search("/(megatron_autoinstrument|opentelemetry|grpc)/", line)]
+    assert not run.ours()
+
+
+def test_megatron_without_package_metadata_is_recorded(tmp_path):
+    """A checkout on PYTHONPATH is a plain folder; this environment has the same packages but for Megatron."""
+    venv.create(tmp_path / "environment", symlinks=True)
+    here, python = Path(sysconfig.get_path("purelib")), tmp_path / "environment" / "bin" / "python"
+    (there,) = tmp_path.glob("environment/lib/python*/site-packages")
+    for entry in here.iterdir():
+        if entry.name != "megatron" and not entry.name.startswith("megatron_core"):
+            (there / entry.name).symlink_to(entry)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "megatron").symlink_to(here / "megatron")
+    look = "import importlib.metadata as m, megatron.core; print(megatron.core.__file__); m.version('megatron-core')"
+    looked = subprocess.run([python, "-c", look], env={"PYTHONPATH": str(checkout)}, capture_output=True, text=True)
+    assert looked.stdout.startswith(str(checkout))
+    assert "PackageNotFoundError" in looked.stderr
+    run = train(ranks=1, way=INSTRUMENT, python=python, first=checkout, megatron=None)
+    assert run.status == 0, run.output[-3000:]
+    assert run.counts(0)["megatron.train_step"] == 6
+    assert run.losses == plain_losses(ranks=1)

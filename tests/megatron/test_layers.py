@@ -7,7 +7,7 @@ import sys
 from functools import cache
 
 import pytest
-from harness import FIXTURES, ROOT, SCRIPTS
+from harness import FIXTURES, MEGATRON, SCRIPTS
 
 FORWARD, ATTENTION, MLP = ("megatron.layer." + name for name in ("forward", "self_attention", "mlp"))
 OFFLOAD, RELOAD = "megatron.activation.offload", "megatron.activation.reload"
@@ -32,7 +32,7 @@ def result(script):
         [sys.executable, str(SCRIPTS / script)],
         env={
             **base,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(FIXTURES)]),
+            "PYTHONPATH": os.pathsep.join(str(path) for path in (MEGATRON, FIXTURES) if path),
             "OMP_NUM_THREADS": "1",
             "MEGATRON_OTEL_SPAN_GROUPS": "layer,activation_offload",
         },

@@ -48,22 +48,24 @@ def test_it_depends_on_no_package_of_megatron(megatron):
     assert not list(megatron.instrumentation_dependencies())
 
 
-def test_importing_it_imports_neither_torch_nor_megatron_and_takes_under_50_ms():
+def test_importing_it_imports_neither_torch_nor_megatron_and_takes_half_of_what_opentelemetrys_base_class_does():
     code = (
-        "import time, sys, opentelemetry.instrumentation.instrumentor, opentelemetry.trace\n"
-        "start = time.perf_counter()\n"
+        "import time, sys\n"
+        "start = time.process_time()\n"
+        "import opentelemetry.instrumentation.instrumentor, opentelemetry.trace\n"
+        "theirs = time.process_time()\n"
         "from megatron_autoinstrument import MegatronInstrumentor\n"
-        "print(time.perf_counter() - start)\n"
+        "print((time.process_time() - theirs) / (theirs - start))\n"
         "print(*[m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron', 'grpc')])\n"
         "print('opentelemetry.sdk.trace' in sys.modules)"
     )
     took = []
     for _ in range(3):
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        seconds, imported, sdk = out.split("\n")[:3]
+        share, imported, sdk = out.split("\n")[:3]
         assert (imported, sdk) == ("", "False")
-        took.append(float(seconds))
-    assert min(took) < 0.05
+        took.append(float(share))
+    assert min(took) < 0.5, took
 
 
 def test_instrument_after_import_twice_and_again_after_uninstrument(megatron, training, provider, exporter):
