@@ -396,6 +396,8 @@ def test_a_processor_that_logs_does_not_log_for_ever(logged):
             got.append(str(record.log_record.body))
             logging.getLogger("mycompany.processor").warning("got one")
 
+        emit = on_emit  # before SDK 1.38
+
         def shutdown(self):
             pass
 
