@@ -67,8 +67,8 @@ class Direct:
         if not _given_up:
             _given_up = True
             _logger.warning(
-                "This release of the OpenTelemetry SDK makes spans in a way of its own; they are recorded as it wants "
-                "them, which costs more time. %s: %s",
+                "Spans are made by the SDK's tracer from here on, which costs more time: this release of it is not like "
+                "those that are known. %s: %s",
                 type(error).__name__,
                 error,
             )

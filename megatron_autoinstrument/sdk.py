@@ -653,7 +653,9 @@ def _direct(tracer: Any) -> Any:
     try:
         from megatron_autoinstrument.direct import Direct
     except ImportError as error:
-        _logger.info("Spans are made by the SDK's tracer, which costs more time: %s", error)
+        if "direct" not in _told:
+            _told.add("direct")
+            _logger.warning("Spans are made by the SDK's tracer, which costs more time. %s", error)
         return SimpleNamespace(possible=False, look=lambda: None, start=lambda *args: None, end=lambda *args: None)
     return Direct(tracer, _Watch)
 

@@ -130,6 +130,39 @@ os._exit(0)
     assert {line for line in out.splitlines() if line.startswith("exported by")} == {f"exported by {parent}"}
 
 
+def test_a_forked_child_of_the_application_exports_its_own_metrics_and_none_of_this_package():
+    out, _ = fresh_process(
+        """
+import os
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
+from megatron_autoinstrument import sdk
+
+class Exporter(ConsoleMetricExporter):
+    def export(self, data, *args, **kwargs):
+        for resource in data.resource_metrics:
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    os.write(1, f"{who} {metric.name}\\n".encode())
+
+who = "parent"
+metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(Exporter())]))
+connection = sdk.connect({"metrics": None}, None, {})
+connection.meter.create_counter("megatron.steps").add(1)
+metrics.get_meter("theirs").create_counter("theirs").add(1)
+if (pid := os.fork()) == 0:
+    who = "child"
+    metrics.get_meter_provider().force_flush()
+    os._exit(0)
+os.waitpid(pid, 0)
+metrics.get_meter_provider().force_flush()
+os._exit(0)
+"""
+    )
+    assert sorted(out.splitlines()) == ["child theirs", "parent megatron.steps", "parent theirs"]
+
+
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
@@ -160,6 +193,57 @@ def test_a_collector_that_refuses_leaves_pythons_random_state_alone():
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
     )
     assert out == "True"
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("opentelemetry._logs", "No logs are recorded"),
+        ("opentelemetry.sdk._logs", "No logs are recorded"),
+        ("opentelemetry.sdk._logs.export", "No logs are recorded"),
+        ("opentelemetry.sdk.trace.SynchronousMultiSpanProcessor", "Spans are made by the SDK's tracer"),
+    ],
+)
+def test_what_a_later_release_takes_away_costs_no_span_and_no_metric(gone, said):
+    out, err = fresh_process(
+        f"""
+import logging, sys
+logging.basicConfig(level=logging.INFO)
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+metrics.set_meter_provider(MeterProvider([reader]))
+module, _, name = {gone!r}.rpartition(".")
+if name[0].isupper():
+    delattr(sys.modules[module], name)
+else:
+    for name in [name for name in sys.modules if (name + ".").startswith({gone!r} + ".")]:
+        del sys.modules[name]
+    sys.modules[{gone!r}] = None
+
+from megatron_autoinstrument import sdk
+from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER
+
+sdk.connect({{"traces": None}}, None, {{}})
+RECORDER.connect_by(lambda: sdk.connect({{"traces": None, "metrics": None, "logs": None}}, None, {{}}))
+step = RECORDER.begin("megatron.train_step", LIVE)
+RECORDER.end(RECORDER.begin("megatron.microbatch.forward", FREQUENT))
+RECORDER.end(step)
+RECORDER.flush()
+RECORDER.meter.create_counter("steps").add(1)
+print(len(exporter.get_finished_spans()), reader.get_metrics_data() is not None)
+"""
+    )
+    assert out == "2 True"
+    assert err.count(said) == 1
 
 
 AT_EXIT = """

@@ -1,13 +1,16 @@
 """Spans made without a tracer are those that it would have made, and whoever looks at each span still does."""
 
 import pytest
+from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ConcurrentMultiSpanProcessor, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_OFF,
     ALWAYS_ON,
+    DEFAULT_OFF,
     DEFAULT_ON,
     Decision,
     ParentBased,
@@ -162,6 +165,7 @@ def test_the_sdks_own_samplers_need_not_be_asked_for_each_span(sampler, exporter
         {"sampler": Everything()},
         {"sampler": Bare()},
         {"sampler": ParentBased(ALWAYS_ON, local_parent_sampled=Everything())},
+        {"sampler": ParentBased(ALWAYS_ON, local_parent_sampled=TraceIdRatioBased(1.0))},
         {"span_limits": SpanLimits(max_span_attributes=1)},
         {"span_limits": SpanLimits(max_attribute_length=1)},
         {"id_generator": Counting()},
@@ -182,6 +186,62 @@ def test_someones_own_sampler_limits_or_ids_get_every_span(chosen, exporter, mad
             len(span.attributes) <= 1 or max(map(len, map(str, span.attributes.values()))) < 5
             for span in spans.values()
         )
+
+
+class ByName(Sampler):
+    """Somebody's own, that looks at more than the trace."""
+
+    def should_sample(self, parent_context, trace_id, name, kind=None, attributes=None, links=None, trace_state=None):
+        return SamplingResult(Decision.DROP if name == "megatron.train_step" else Decision.RECORD_AND_SAMPLE)
+
+    def get_description(self):
+        return "by name"
+
+
+INSIDE = ["megatron.forward_backward", "megatron.layer.forward", "megatron.microbatch.forward"]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "kept"),
+    [
+        (ParentBased(ALWAYS_ON, local_parent_sampled=ALWAYS_OFF), ["megatron.train_step"]),
+        (ParentBased(ALWAYS_ON, local_parent_sampled=ByName()), [*INSIDE, "megatron.train_step"]),
+        (ParentBased(ALWAYS_OFF, local_parent_not_sampled=ALWAYS_ON), INSIDE),
+        (ParentBased(ALWAYS_OFF, local_parent_sampled=ALWAYS_OFF, local_parent_not_sampled=ALWAYS_ON), INSIDE[:2]),
+        (ParentBased(ByName()), []),
+        (ByName(), INSIDE),
+        (ALWAYS_OFF, []),
+        (DEFAULT_OFF, []),
+        (ParentBased(Everything()), [*INSIDE, "megatron.train_step"]),
+    ],
+    ids=lambda value: value.get_description()[:40] if hasattr(value, "get_description") else None,
+)
+def test_every_sampler_is_obeyed(sampler, kept, exporter):
+    provider = TracerProvider(sampler=sampler)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    names = ("megatron.train_step", *INSIDE[:1], "megatron.microbatch.forward", "megatron.layer.forward")
+    # What the tracer alone makes of the same calls.
+    context = otel_context.Context()
+    spans = []
+    for name in names:
+        spans.append(provider.get_tracer("alone").start_span(name, context))
+        context = trace.set_span_in_context(spans[-1], context)
+    for span in reversed(spans):
+        span.end()
+    assert sorted(span.name for span in exporter.get_finished_spans()) == kept
+    exporter.clear()
+    recorder = Recorder()
+    recorder.connect_by(
+        lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
+    )
+    step = recorder.begin(names[0], LIVE, None, ((TRACE, 0, "step"), 0), TRACE)
+    inside = [recorder.begin(name, LIVE if name == names[1] else FREQUENT) for name in names[1:]]
+    for record in reversed([record for record in inside if record is not None]):
+        recorder.end(record)
+    recorder.end(step)
+    recorder.drain()
+    recorder.abandon()
+    assert sorted(span.name for span in exporter.get_finished_spans()) == kept
 
 
 def test_someones_own_processor_sees_each_span_start_also_one_that_comes_later(provider, exporter, made_directly):
@@ -207,7 +267,9 @@ def test_an_sdk_that_counts_spans_itself_counts_all_of_them(exporter, made_direc
 
 
 @pytest.mark.parametrize("private", ["_instrumentation_scope", "_span_limits", "span_processor._span_processors"])
-def test_an_sdk_without_what_is_read_of_it_gets_every_span(private, provider, exporter, made_directly, monkeypatch):
+def test_an_sdk_without_what_is_read_of_it_gets_every_span(
+    private, provider, exporter, made_directly, monkeypatch, caplog
+):
     class Blind:
         """What the SDK's object is, without that."""
 
@@ -233,6 +295,35 @@ def test_an_sdk_without_what_is_read_of_it_gets_every_span(private, provider, ex
     monkeypatch.setattr(direct.Direct, "look", look_blindly)
     assert len(recorded(provider, exporter)) == 4
     assert made_directly == []
+    (message,) = caplog.messages  # once, however often it is looked at
+    assert message.startswith("Spans are made by the SDK's tracer from here on")
+
+
+class Changed:
+    """What a later release may make of a constructor."""
+
+    def __init__(self, **wanted):
+        raise TypeError("unexpected keyword argument")
+
+
+@pytest.mark.parametrize("changed", ["ReadableSpan", "_Started", "HashedOnce", "_context", "on_end"])
+def test_an_sdk_that_has_changed_loses_no_span(changed, provider, exporter, made_directly, monkeypatch, caplog):
+    if changed == "on_end":
+        takes = SimpleSpanProcessor.on_end
+
+        def on_end(self, span):
+            takes(self, span.needs_something_new if isinstance(span._attributes, dict) else span)
+
+        monkeypatch.setattr(SimpleSpanProcessor, "on_end", on_end)
+    else:
+        monkeypatch.setattr(direct, changed, Changed)
+    assert len(recorded(provider, exporter)) == 4
+    made_directly.clear()
+    exporter.clear()
+    assert len(recorded(provider, exporter)) == 4
+    assert not made_directly
+    (message,) = caplog.messages
+    assert "Error: " in message
 
 
 def test_an_attribute_that_the_sdk_would_change_is_left_to_it(recorder, exporter, made_directly):
