@@ -373,6 +373,20 @@ def test_trouble_with_metrics_and_logs_is_told_of_once_too(caplog):
     connection.release()
 
 
+def test_what_is_sent_once_more_after_a_failure_is_not_said_to_have_arrived(connected, caplog):
+    class Retries(Collector):
+        def export(self, batch):
+            logger.warning("Transient error %s", "UNAVAILABLE")
+            return super().export(batch)
+
+    exporter = Retries()
+    recorder, _, _ = connected(exporter)
+    exporter.answers.clear()
+    record(recorder, 7)
+    recorder.exit()
+    assert messages(caplog)[-1].startswith("7 spans were dropped: 7 were not exported.")
+
+
 def test_where_the_metrics_fail_the_logs_leave_and_the_message_names_no_spans(caplog):
     class Broken(MeterProvider):
         def force_flush(self, timeout_millis=0):
