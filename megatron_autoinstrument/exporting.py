@@ -139,6 +139,8 @@ class Export(logging.Filter):
         full = str(record.msg).startswith("Queue ") and self._is_full()
         if not full and getattr(_at_work, "export", None) is not self:
             return True  # another exporter's
+        if not full:
+            self.sent = 0  # an attempt has failed: what is tried again has not arrived
         kind = "full" if full else "failed"
         if kind in self._said:
             return False

@@ -779,9 +779,10 @@ class Recorder:
         if final:
             # Somebody's shutdown exports once more: where that took most of the time already, there is none for it.
             connection.give_up(late=spans.deadline - monotonic() < connection.exit_timeout_s / 2)
-        told = []
         self._count_lost()
         lost = self._lost(final)  # only now: what was on its way has had its time
+        of = "" if late == ["spans"] else f" of {' and '.join(late)}"
+        given_up = f" What was not exported{of} after {connection.exit_timeout_s:g} s was given up." if late else ""
         if lost > self._reported:
             self._reported = lost
             reasons = [f"{lost - self.dropped} were not exported{self._on_its_way()}"] if lost > self.dropped else []
@@ -790,11 +791,9 @@ class Recorder:
                     f"{self.dropped} did not reach the exporter, since more than {MAX_WAITING} waited, or they could "
                     "not be closed or handed on, or OpenTelemetry had been shut down before"
                 )
-            told.append(f"{lost} spans were dropped: {'; '.join(reasons)}.")
-        if late:
-            told.append(f"The export of {' and '.join(late)} took more than {connection.exit_timeout_s:g} s.")
-        if told:
-            _logger.warning("%s", " ".join(told))
+            _logger.warning("%d spans were dropped: %s.%s", lost, "; ".join(reasons), given_up)
+        elif late:
+            _logger.warning("Exporting %s took too long.%s", " and ".join(late), given_up)
         return all(request.done for request in asked.values())
 
     def catch_up(self, seconds: float) -> None:

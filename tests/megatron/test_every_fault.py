@@ -18,7 +18,9 @@ ONCE |= {"spans.py:Recorder._hand_on"}  # each half second, which may be in anot
 IN_OUR_THREADS = re.compile(
     r"exporting\.py:|sdk\.py:|signals\.py:(Termination\.(_watch|_is_current|_ends|_flush)|_next|_set_action)$|"
     r"ids\.py:PrivateIdGenerator|traces\.py:|"
-    r"spans\.py:(Recorder\.(flush\.|drain|_emit|_start|_place|_hand_on|_lost|_count_lost|_still_open|_connect_now\.|_ask)|_context_of|_mark)"
+    r"spans\.py:(Recorder\.(flush\.|drain|_emit|_start|_place|_hand_o|_is_lost|_lost|_count_lost|_certainly_lost|"
+    r"_still_open|_connect_now\.|_ask)|Record\.(start|end)$|_context_of|_mark)|"
+    r"finite\.py:(is_)?finite(\.|$)|metrics\.py:_create\."
 )
 ALL_SIGNALS = {
     **EVERYTHING,
@@ -65,6 +67,6 @@ def test_each_failure_is_reported_and_names_the_part_that_is_off():
                 r"['\"](Recording of [\w.]+ failed and is off|Could not (instrument|take the instr)|Signals can't|"
                 r"Switching the instrumentation failed|"
                 r"OpenTelemetry could not be set up|No (traces|metrics|logs) are recorded|"
-                r"Exporting [\w ]+ failed|The export of [\w ]+ took more than|\d+ spans were dropped)",
+                r"Exporting [\w ]+ failed|Exporting [\w ]+ took too long|\d+ spans were dropped)",
                 first,
             ), (name, first)

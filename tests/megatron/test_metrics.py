@@ -4,6 +4,7 @@ import re
 from functools import cache
 
 import pytest
+from google.protobuf.json_format import MessageToJson
 from harness import EVERYTHING, INSTRUMENT, PTH, SCRIPTS, plain_losses, train
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -143,6 +144,30 @@ def test_skipped_iterations_are_counted_once_and_have_neither_loss_nor_norm():
             assert span.attributes == {"megatron.update_successful": False}
         if span.name == "megatron.train_step":
             assert not {"megatron.loss", "megatron.grad_norm"} & set(span.attributes)
+
+
+def test_a_loss_that_is_not_finite_is_said_to_be_so_and_leaves_on_no_signal():
+    options = ("--no-check-for-nan-in-loss-and-grad", "--train-iters", "4", "--global-batch-size", "2")
+    logs = {"MEGATRON_OTEL_LOGS_ENABLED": "1", "OTEL_LOGS_EXPORTER": "otlp"}
+    run = train(*options, ranks=1, way=PTH, script=SCRIPTS / "loss_is_nan.py", environment={**OFTEN, **logs})
+    assert run.status == 0, run.output[-3000:]
+    assert run.output.count("grad norm: nan") == 2
+    sent = [MessageToJson(request) for requests in run.requests.values() for request in requests]
+    assert len(sent) > 3
+    assert not [text for text in sent if re.search("NaN|Infinity", text)]
+    steps = [span.attributes for span in run.spans if span.name == "megatron.train_step"]
+    assert ["megatron.loss" in step for step in steps] == [True, True, False, False]
+    assert [step.get("megatron.loss.finite") for step in steps] == [None, None, False, False]
+    assert [step.get("megatron.grad_norm.finite") for step in steps] == [None, None, False, False]
+    updates = [span.attributes for span in run.spans if span.name == "megatron.optimizer_step"]
+    assert [update.get("megatron.grad_norm.finite") for update in updates] == [None, None, False, False]
+    assert max(point.value for point in run.points if point.name == "megatron.training.nonfinite_iters") == 2
+    latest = max(point.time for point in run.points)
+    assert "megatron.training.learning_rate" in {point.name for point in run.points if point.time == latest}
+    assert "megatron.training.loss" not in {point.name for point in run.points if point.time == latest}
+    (log, *_) = [log for log in run.logs if log.logger == "user"]
+    assert log.body == "bad loss"
+    assert "loss.finite" in str(sent)
 
 
 @cache
