@@ -435,9 +435,9 @@ class Recorder:
         """Whether this rank records, as it has turned out."""
         if self._connect is not None:
             self._confirm()
-            if self._connect is None:
-                return False
         connect, self._connect = self._connect, None
+        if connect is None and self._connection is None:
+            return False
         if connect is not None:
             self.disconnect()
             self._connection = connect()

@@ -19,23 +19,15 @@ _logger = logging.getLogger(__name__)
 _PREFIX = "megatron_autoinstrument"
 _PATIENCE_S = 5.0
 
-_forked = False  # a child shares its parent's connection to the store, and would get the answers meant for it
+_shared = False  # a forked child has its parent's connection to the store, and would get the answers meant for it
 _told = False
 _number_on_node: int | None = None
-
-
-def _in_child() -> None:
-    global _forked
-    _forked = True
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 def _store() -> Any | None:
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     try:
-        return None if _forked or torch is None or not is_up() else torch._get_default_store()
+        return None if _shared or torch is None or not is_up() else torch._get_default_store()
     except Exception:  # noqa: BLE001
         return None  # another torch, or process group, which has none
 
@@ -47,6 +39,14 @@ def is_up() -> bool:
         return torch is not None and bool(torch.is_initialized())
     except Exception:  # noqa: BLE001
         return False
+
+
+def _in_child() -> None:
+    global _shared
+    _shared = _shared or is_up()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def agree(previous: str | None) -> str | None:

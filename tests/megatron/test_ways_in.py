@@ -7,10 +7,12 @@ from harness import EVERYTHING, INSTRUMENT, OLDEST_OTEL, PLAIN, PTH, SCRIPTS, pl
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
+# In the shell or pod that starts torchrun, which tells its ranks otherwise.
+EXPORTED = {**EVERYTHING, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 # Way, script, and the folder with another OpenTelemetry.
 WAYS = {
-    "opentelemetry-instrument": {"way": INSTRUMENT},
-    "opentelemetry-instrument, oldest release": {"way": INSTRUMENT, "otel": OLDEST_OTEL},
+    "opentelemetry-instrument": {"way": INSTRUMENT, "environment": EXPORTED},
+    "opentelemetry-instrument, oldest release": {"way": INSTRUMENT, "otel": OLDEST_OTEL, "environment": EXPORTED},
     "the variable alone": {"way": PTH},
     "the variable alone, oldest release": {"way": PTH, "otel": OLDEST_OTEL},
     "instrument() before Megatron's import": {"way": PLAIN, "script": SCRIPTS / "instrument_first.py"},

@@ -92,6 +92,9 @@ PROGRAMS = {
     "pretrain, before 0.18": "from megatron.training import training\n{late}training.pretrain()\n",
     "a loop of one's own": "from megatron.training import training\n{late}training.parse()\ntraining.initialize()\n"
     "training.setup_model_and_optimizer()\ntraining.train()\n",
+    "a loop on core alone, with groups of its own": "import megatron.core.optimizer.optimizer as o\n{late}"
+    "import torch.distributed as t\nt.init_process_group(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))\n"
+    "o.ChainedOptimizer().step()\n",
     "a loop on core alone": "import megatron.core\n{late}import torch.distributed as t\n"
     "t.init_process_group(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))\n"
     "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()\n"
@@ -186,6 +189,11 @@ LAUNCHERS = {
     ),
     "srun": ([late(rank, **slurm(rank)) for rank in RANKS], "pretrain", True),
     "srun, a loop on core alone": ([late(rank, **slurm(rank)) for rank in RANKS], "a loop on core alone", True),
+    "Ray, a loop on core alone": (
+        [late(rank) for rank in RANKS],
+        "a loop on core alone, with groups of its own",
+        True,
+    ),
     "mpirun": ([late(rank, **mpi(rank)) for rank in RANKS], "pretrain, before 0.18", True),
     "Ray": ([late(rank) for rank in RANKS], "pretrain, before 0.18", True),
     "Ray, a loop of one's own": ([late(rank) for rank in RANKS], "a loop of one's own", True),

@@ -132,11 +132,15 @@ def test_a_torch_with_no_such_store_costs_the_key_alone(rank, fake_module):
     assert len(ids.run_id(0)) == 12
 
 
-def test_a_forked_child_leaves_its_parents_store_alone(rank):
+@pytest.mark.parametrize("parents", [True, False])
+def test_a_forked_child_leaves_its_parents_store_alone_and_asks_its_own(rank, parents):
     run = Store()
-    rank(0, run)
+    if parents:
+        rank(0, run)
     child = os.fork()
     if child == 0:
-        asked = ids.run_key(0) is not None or bool(run)
-        os._exit(asked)
+        if not parents:
+            rank(0, run)
+        asked = ids.run_key(0) is not None and bool(run)
+        os._exit(asked == parents)
     assert os.waitpid(child, 0)[1] == 0

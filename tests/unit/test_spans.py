@@ -508,6 +508,16 @@ def test_a_record_left_open_without_a_parent_is_given_up_at_exit_and_counted(rec
     assert lost.end is None
 
 
+def test_who_turns_out_to_record_nothing_connects_to_nothing(recorder):
+    recorder.connect_by(lambda: 1 / 0, confirm=lambda: recorder.connect_by(None))
+    run = recorder.begin_deferred("megatron.pretrain")
+    recorder.settle()
+    assert recorder.begin("megatron.train_step", LIVE) is None
+    recorder.choose(frozenset())
+    recorder.end(run)
+    assert (recorder.current, recorder._thread, recorder.dropped) == (None, None, 0)
+
+
 def test_a_forked_child_that_returns_through_an_open_call_exports_nothing(recorder, exporter):
     train = recorder.begin("megatron.train", LIVE)
     child = os.fork()
