@@ -396,6 +396,7 @@ def _build(signal: _Signal, new: _New) -> Any:
         for name in exporter.split(",")
         if name.strip() != "none"
     ]
+    ids.keep_random_state_in_retries()  # before a reader's thread may export
     provider = signal.build(exporters, _described(Resource.create(), new), new)
     signal.set(provider)
     return provider
