@@ -101,15 +101,15 @@ $(VENV)/nemo-lens: | $(BIN)/python
 $(VENV)/otel-oldest: $(VENV)/tools
 	$(PIP) install --target $@.new opentelemetry-distro==0.54b0 opentelemetry-exporter-otlp-proto-grpc==1.33.0 \
 	  opentelemetry-exporter-otlp-proto-http==1.33.0 'wrapt<2' 'setuptools<80' 2>/dev/null
-	@mv $@.new $@
+	@rm -rf $@ && mv $@.new $@
 
 $(VENV)/otlp-%: $(VENV)/tools
 	$(PIP) install --target $@.new opentelemetry-distro opentelemetry-sdk==$* opentelemetry-exporter-otlp-proto-grpc==$* \
 	  opentelemetry-exporter-otlp-proto-http==$* 2>/dev/null
-	@mv $@.new $@
+	@rm -rf $@ && mv $@.new $@
 
 # Other people's packages that bring providers of their own, with the OpenTelemetry that they accept.
 $(VENV)/vendors: $(VENV)/tools
 	$(PIP) install --target $@.new arize-phoenix-otel logfire ddtrace opentelemetry-distro \
 	  opentelemetry-exporter-otlp-proto-grpc 'wrapt<3' 2>/dev/null
-	@mv $@.new $@
+	@rm -rf $@ && mv $@.new $@

@@ -67,7 +67,7 @@ class Direct:
         if not _given_up:
             _given_up = True
             _logger.warning(
-                "Spans are made by the SDK's tracer from here on, which costs more time: this release of it is not like "
+                "Spans are made by the SDK's tracer from here on, which costs more time: this release is not like "
                 "those that are known. %s: %s",
                 type(error).__name__,
                 error,

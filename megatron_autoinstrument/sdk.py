@@ -168,7 +168,9 @@ class Connection:
                 self._tell_from = float("inf")
                 self._tell()
         except Exception:
-            _logger.debug("Providers can't be looked at", exc_info=True)
+            if "look" not in _told:
+                _told.add("look")
+                _logger.warning("What the application does to its providers can't be followed.", exc_info=True)
 
     def _look_behind(self) -> None:
         provider, signal = self._providers.get(TRACES), _SIGNALS[TRACES]
@@ -423,6 +425,7 @@ def _build(signal: _Signal, new: _New) -> Any | None:
             _silent_in_children(_component(f"{signal.name}_exporter", _entry_point(name, signal.name))())
             for name in _exporters(signal.name, new.exporter)
         ]
+        ids.keep_random_state_in_retries()  # before a reader's thread may export
         provider = signal.build(exporters, _described(Resource.create(), new), new)
     signal.set(provider)
     return provider
@@ -532,10 +535,12 @@ def _silent_in_children(exporter: Any, without_ours: Callable[[Any], Any] = lamb
     if export is not None and not hasattr(export, "silent_in_children_of"):
         process = os.getpid()
 
-        def export_in_this_process(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if os.getpid() != process and (batch := without_ours(batch)) is None:
-                return None  # no result of any signal's exporter, and none of their callers looks at it
-            return export(batch, *args, **kwargs)
+        def export_in_this_process(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != process:
+                if not args or (left := without_ours(args[0])) is None:
+                    return None  # no result of any signal's exporter, and none of their callers looks at it
+                args = (left, *args[1:])
+            return export(*args, **kwargs)
 
         export_in_this_process.silent_in_children_of = process  # type: ignore[attr-defined]
         try:

@@ -17,7 +17,7 @@ ONCE |= {"spans.py:Recorder._hand_on"}  # each half second, which may be in anot
 # What fails in our own threads is told once in a process, not each time.
 IN_OUR_THREADS = re.compile(
     r"exporting\.py:|sdk\.py:|signals\.py:(Termination\.(_watch|_is_current|_ends|_flush)|_next|_set_action)$|"
-    r"ids\.py:PrivateIdGenerator|traces\.py:|"
+    r"ids\.py:(PrivateIdGenerator|keep_random)|direct\.py:|sampling\.py:|traces\.py:|"
     r"spans\.py:(Recorder\.(flush\.|drain|_emit|_start|_place|_hand_o|_is_lost|_lost|_count_lost|_certainly_lost|"
     r"_still_open|_connect_now\.|_ask)|Record\.(start|end)$|_context_of|_mark)|"
     r"finite\.py:(is_)?finite(\.|$)|metrics\.py:_create\."
@@ -66,6 +66,7 @@ def test_each_failure_is_reported_and_names_the_part_that_is_off():
             assert re.match(
                 r"['\"](Recording of [\w.]+ failed and is off|Could not (instrument|take the instr)|Signals can't|"
                 r"Switching the instrumentation failed|"
+                r"What the application does to its providers can't be followed|Spans are made by the SDK's tracer|"
                 r"OpenTelemetry could not be set up|No (traces|metrics|logs) are recorded|"
                 r"Exporting [\w ]+ failed|Exporting [\w ]+ took too long|\d+ spans were dropped)",
                 first,

@@ -184,17 +184,6 @@ def test_what_cannot_be_built_leaves_no_half_built_provider_behind(environment, 
     assert named in err
 
 
-def test_a_collector_that_refuses_leaves_pythons_random_state_alone():
-    out, _ = fresh_process(
-        "import random, time\n" + CONNECT.format(exporter="otlp") + "before = random.getstate()\n"
-        "connection.tracer.start_span('x').end()\n"
-        "import threading; threading.Thread(target=connection.flush_spans, daemon=True).start(); time.sleep(2.5)\n"
-        "print(random.getstate() == before)\nimport os, sys; sys.stdout.flush(); os._exit(0)",
-        OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
-    )
-    assert out == "True"
-
-
 @pytest.mark.parametrize(
     ("gone", "said"),
     [

@@ -12,7 +12,7 @@ import types
 
 import pretrain_tiny_gpt
 
-from megatron_autoinstrument import MegatronInstrumentor
+from megatron_autoinstrument import MegatronInstrumentor, direct, sdk
 from megatron_autoinstrument.spans import RECORDER
 
 LOOKING = 4  # steps, an evaluation among them
@@ -117,6 +117,8 @@ def boundary():
         MegatronInstrumentor().instrument()
     MegatronInstrumentor().uninstrument()
     messages.clear()
+    direct._given_up = False  # as in a process of its own
+    sdk._told.clear()
     if left:
         current = left.pop(0)
         sys.monitoring.set_local_events(TOOL, current, EVENT)
