@@ -40,21 +40,26 @@ def settings() -> Mapping[str, Any]:
     return node if isinstance(node, Mapping) else {}
 
 
-def provider(signal: str, described: Callable[[Any], Any]) -> Any | None:
+class LeftOut(Exception):
+    """The file doesn't configure a signal, or can't be read, which has been said."""
+
+
+def provider(signal: str, described: Callable[[Any], Any]) -> Any:
     """The provider that the file describes for `signal` (traces, metrics or logs).
 
     Args:
+        signal: The signal.
         described: Completes the file's resource.
 
-    Returns:
-        None where the file leaves the signal out, or can't be read, which is said once.
+    Raises:
+        LeftOut: it describes none.
     """
     reader, model, problem = _read(_path())
     if problem:
         _complain(_path(), problem)
     section = getattr(model, _SECTIONS[signal], None)
     if section is None or getattr(model, "disabled", None):
-        return None
+        raise LeftOut(signal)
     create = getattr(reader, f"create_{_SECTIONS[signal]}")
     resource = described(reader.create_resource(model.resource))
     if "global_attribute_limits" in inspect.signature(create).parameters:  # of spans and logs, from 1.44 on

@@ -34,7 +34,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
-from megatron_autoinstrument import declarative, exporting, ids
+from megatron_autoinstrument import declarative, exporting, ids, standard
 from megatron_autoinstrument.metrics import SPANS_DROPPED
 from megatron_autoinstrument.redact import without_secrets
 from megatron_autoinstrument.sampling import drops_what_is_inside
@@ -309,15 +309,18 @@ def connect(
         service_name: What a flag calls the service; it wins over everything else.
         sampler: The sampler of a tracer provider of ours, in place of OTEL_TRACES_SAMPLER's.
     """
+    if build:
+        standard.tidy()
     new = _New(exporter, attributes, service_name, sampler)
     providers: dict[str, Any] = {}
     instruments: dict[str, Any] = {}
     for name, given in wanted.items():
         try:
             provider = _provider(_SIGNALS[name], given, new, build)
-            if provider is not None:
-                instruments[name] = _SIGNALS[name].instrument(provider)
-                providers[name] = provider
+            instruments[name] = _SIGNALS[name].instrument(provider)
+            providers[name] = provider
+        except declarative.LeftOut:
+            pass
         except Exception as error:  # noqa: BLE001
             reason = without_secrets(str(error))
             _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, reason)
@@ -338,9 +341,7 @@ def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
     if _is_unset(provider, signal):
         if not build:
             return provider
-        provider = _build(signal, new)
-        if provider is not None:
-            _ours[signal.name] = provider
+        provider = _ours[signal.name] = _build(signal, new)
     elif not _is_ours(provider):
         behind = _behind(provider, signal)
         _complete(behind, new, signal)
@@ -401,32 +402,30 @@ def _behind(provider: Any, signal: _Signal) -> Any:
     return inside[0] if len(inside) == 1 else None
 
 
-def _build(signal: _Signal, new: _New) -> Any | None:
+def _build(signal: _Signal, new: _New) -> Any:
     """A provider from the standard `OTEL_*` variables, set globally so that what the user records is exported too.
 
     The SDK's own configurator sets its provider before it has made the exporters, and one without any stays where
     that fails, and it makes all three at once; here all of one signal is made first.
 
-    Returns:
-        None where OTEL_CONFIG_FILE is set and leaves the signal out.
-
     Raises:
+        declarative.LeftOut: OTEL_CONFIG_FILE is set and leaves the signal out.
         RuntimeError: an exporter, sampler or id generator that was asked for is not installed.
     """
     if declarative.is_set():
         provider = declarative.provider(signal.name, lambda resource: _described(resource, new))
-        if provider is None:
-            return None
         for holder in exporting.holders(provider) or ():
             _silent_in_children(exporting.exporter_of(holder))
         atexit.unregister(provider.shutdown)  # it has no bound; our own exit has
     else:
-        exporters = [
-            _silent_in_children(_component(f"{signal.name}_exporter", _entry_point(name, signal.name))())
+        kinds = [
+            _component(f"{signal.name}_exporter", _entry_point(name, signal.name))
             for name in _exporters(signal.name, new.exporter)
         ]
-        ids.keep_random_state_in_retries()  # before a reader's thread may export
-        provider = signal.build(exporters, _described(Resource.create(), new), new)
+        with standard.told_once():
+            exporters = [_silent_in_children(kind()) for kind in kinds]
+            ids.keep_random_state_in_retries()  # before a reader's thread may export
+            provider = signal.build(exporters, _described(Resource.create(), new), new)
     signal.set(provider)
     return provider
 
@@ -449,6 +448,7 @@ def _tracer_provider(exporters: Sequence[Any], resource: Resource, new: _New) ->
         id_generator=ids.PrivateIdGenerator() if generator == "random" else _component("id_generator", generator)(),
         shutdown_on_exit=False,  # that has no bound; our own exit has
     )
+    provider.get_tracer(SCOPE).start_span("megatron.pretrain").end()  # raises where the limits can't be
     for processor in processors:
         provider.add_span_processor(processor)
     return provider

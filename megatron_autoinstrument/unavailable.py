@@ -19,6 +19,7 @@ reason = ""
 class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its package has no types
     """Records nothing, says once why, and has Megatron's parser know the flags all the same."""
 
+    _said = True  # what the base class says is said below
     _told = False
 
     def instrumentation_dependencies(self) -> Collection[str]:
