@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-LEDGER = patching.Ledger()
+LEDGER = patching.Ledger(lambda look: _in_turn(look))
 
 _PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
 _ASIDE = (
@@ -275,6 +275,7 @@ def _patch(wanted: frozenset[str]) -> None:
     from megatron_autoinstrument.targets import SEAMS, global_vars, schedules
 
     schedules.running = None  # in the middle of a pass nobody has counted its calls
+    schedules.all_counted = True
     global_vars.when_known = lambda args: _in_turn(lambda: _apply_flags(args))
     RECORDER.choose(wanted)
     LEDGER.install(SEAMS, wanted | {groups.FLAGS})
@@ -290,6 +291,8 @@ def _apply_flags(args: Any) -> None:
         if changed:
             _take_out()
             _install(instrumentor._given)
+        else:
+            LEDGER.look()
     elif getattr(args, "otel_enabled", None) and config.enabled(warn=False) is not False:
         LEDGER.uninstall()  # what accept_flags() patched
         instrumentor.instrument()
