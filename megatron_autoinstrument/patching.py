@@ -315,7 +315,7 @@ class Ledger:
                 holder, name, original = wrapt.resolve_path(module, seam.path)
             except AttributeError:
                 if not seam.optional:
-                    self._miss(seam, logging.INFO, "This Megatron has no %s.%s: nothing is recorded of it.")
+                    self._miss(seam, logging.INFO, "This Megatron has no %s.%s that we know: nothing is recorded of it.")
                 continue
             if not _can_wrap(holder, original):
                 what = f"%s.%s is no function but {type(original).__name__}: nothing is recorded of it."

@@ -75,12 +75,6 @@ def lose_count() -> None:
     all_counted = False
 
 
-def _lose_pass() -> None:
-    global running
-    running = None  # where its end is not seen, it would be taken for the next ones too
-    lose_count()
-
-
 _passes: tuple[Identity | None, int] = (None, 0)  # the step or evaluation of the latest pass, and its number there
 
 
@@ -177,7 +171,6 @@ SEAMS = (
             {"forward_backward", "evaluate", "communication"},
             partial(_schedule, path),
             looks="first",
-            lost=_lose_pass,
         )
         for module, path in (
             *((_MODULE, path) for path in _SCHEDULES),
