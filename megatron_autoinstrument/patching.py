@@ -315,7 +315,8 @@ class Ledger:
                 holder, name, original = wrapt.resolve_path(module, seam.path)
             except AttributeError:
                 if not seam.optional:
-                    self._miss(seam, logging.INFO, "This Megatron has no %s.%s that we know: nothing is recorded of it.")
+                    what = "This Megatron has no %s.%s that we know: nothing is recorded of it."
+                    self._miss(seam, logging.INFO, what)
                 continue
             if not _can_wrap(holder, original):
                 what = f"%s.%s is no function but {type(original).__name__}: nothing is recorded of it."
@@ -476,8 +477,15 @@ def _closure(function: Any) -> list[Any]:
 def _readable(function: Function, name: str, known: list[Function]) -> Function:
     """The function whose parameters are those of a call of `function`: where that passes on whatever it is called
     with, the one of its name that it closes over, else one that was in its place before."""
-    inside = [value for value in _closure(function) if getattr(value, "__name__", None) == name]
-    return next((one for one in (function, *inside, *known) if not _passes_on(one)), function)
+    candidates = [function, *known]
+    for one in candidates:
+        if not _passes_on(one):
+            return one
+        inside = [value for value in _closure(one) if isinstance(value, FunctionType)]
+        candidates += [value for value in inside if value.__name__ == name or _passes_on(value)][
+            : max(0, 20 - len(candidates))
+        ]
+    return function
 
 
 def _passes_on(function: Function) -> bool:
