@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-LEDGER = patching.Ledger(lambda look: _in_turn(look))
+LEDGER = patching.Ledger(lambda look: _in_turn(lambda: _look(look)))
 
 _PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
 _ASIDE = (
@@ -264,6 +264,16 @@ def _stop_comparing() -> None:
         _comparison = None
 
 
+def _look(look: Callable[[], None]) -> None:
+    """Others may have replaced functions since: `look` finds which, and a comparison goes where it was around them."""
+    comparison = _comparison
+    if comparison is not None:
+        comparison.look_inside()
+    look()
+    if comparison is not None:
+        comparison.look_around()
+
+
 def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
@@ -292,7 +302,7 @@ def _apply_flags(args: Any) -> None:
             _take_out()
             _install(instrumentor._given)
         else:
-            LEDGER.look()
+            _look(LEDGER.look)
     elif getattr(args, "otel_enabled", None) and config.enabled(warn=False) is not False:
         LEDGER.uninstall()  # what accept_flags() patched
         instrumentor.instrument()
