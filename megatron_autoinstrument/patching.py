@@ -117,7 +117,7 @@ def _wrap(patch: _Patch, original: Function) -> Function:
     # All that its code names is in its closure: its globals are the original's, and it may be pickled by value.
     is_compiling, ordinary, any_error = torch_state.is_compiling(), Exception, BaseException
 
-    def code(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         # First of all: torch.compile would trace the rest, and fail or record its own tracing.
         if is_compiling() or (hook := patch.hook) is None:
             return original(*args, **kwargs)
@@ -136,18 +136,19 @@ def _wrap(patch: _Patch, original: Function) -> Function:
         patch.end(hook, token, result, None)
         return result
 
-    wrapper: Any = code
+    made: Any = wrapper
     if isinstance(original, FunctionType):
-        wrapper = FunctionType(code.__code__, original.__globals__, original.__name__, None, code.__closure__)
+        made = FunctionType(wrapper.__code__, original.__globals__, original.__name__, None, wrapper.__closure__)
         # To a call of `*args, **kwargs` these make no difference.
-        wrapper.__defaults__, wrapper.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
-    functools.update_wrapper(wrapper, original, updated=())
+        made.__defaults__, made.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+    functools.update_wrapper(made, original, updated=())
     # A marker of torch's would make dynamo skip the wrapper.
-    own = {name: value for name, value in vars(original).items() if not name.startswith("_torchdynamo")}
-    vars(wrapper).update({**own, "__wrapped__": original})
+    own = getattr(original, "__dict__", {}).items()  # what is written in C has none
+    own = {name: value for name, value in own if not name.startswith("_torchdynamo")}
+    vars(made).update({**own, "__wrapped__": original})
     with contextlib.suppress(Exception):
-        wrapper.__signature__ = inspect.signature(original)  # inspect.getfullargspec doesn't ask `__wrapped__`
-    return wrapper
+        made.__signature__ = inspect.signature(original)  # inspect.getfullargspec doesn't ask `__wrapped__`
+    return made
 
 
 def _once(hook: Hook, running: set[int]) -> Hook:

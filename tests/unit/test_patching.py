@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import functools
 import importlib
@@ -715,6 +716,20 @@ def test_an_old_wrapper_that_was_put_back_comes_alive_and_is_taken_out(ledger, m
     assert len(calls) == 2
     ledger.uninstall()
     assert vars(holder)[name] is original
+
+
+@pytest.mark.parametrize("function", [len, functools.partial(len), [].__len__])
+def test_in_a_module_what_is_callable_without_being_a_function_is_recorded_too(ledger, module, calls, function):
+    def hook(original, groups):
+        return Hook(lambda args, kwargs: calls.append(1), lambda token, result, error: None)
+
+    module.step = function
+    ledger.install([seam("step", hook)], ALL)
+    with contextlib.suppress(TypeError):
+        module.step([])
+    assert calls
+    ledger.uninstall()
+    assert module.step is function
 
 
 def test_what_cannot_be_wrapped_is_named_once(ledger, module, hook, caplog):
