@@ -120,6 +120,14 @@ class Comparison:
         self._started = None
         return was_in
 
+    def look_inside(self) -> None:
+        """Wraps a training loop that was replaced: call it before the recording's own wrappers go around that."""
+        self._run.look()
+
+    def look_around(self) -> None:
+        """Wraps steps that were replaced: call it after the recording's own wrappers are around those."""
+        self._steps.look()
+
     def stop(self) -> None:
         """Takes out what `start` put in: call it after the recording's own wrappers are taken out."""
         self._run.uninstall()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-LEDGER = patching.Ledger()
+LEDGER = patching.Ledger(lambda look: _in_turn(lambda: _look(look)))
 
 _PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
 _ASIDE = (
@@ -350,6 +350,16 @@ def _stop_comparing() -> None:
         _comparison = None
 
 
+def _look(look: Callable[[], None]) -> None:
+    """Others may have replaced functions since: `look` finds which, and a comparison goes where it was around them."""
+    comparison = _comparison
+    if comparison is not None:
+        comparison.look_inside()
+    look()
+    if comparison is not None:
+        comparison.look_around()
+
+
 def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
@@ -364,6 +374,7 @@ def _patch(wanted: frozenset[str]) -> None:
     from megatron_autoinstrument.targets import SEAMS, global_vars, schedules
 
     schedules.running = None  # in the middle of a pass nobody has counted its calls
+    schedules.all_counted = True
     global_vars.when_known = lambda args: _in_turn(lambda: _apply_flags(args))
     RECORDER.choose(wanted)
     arguments.teach()
@@ -378,6 +389,7 @@ def _apply_flags(args: Any) -> None:
     instrumentor = MegatronInstrumentor()
     if instrumentor.is_instrumented_by_opentelemetry:
         _look_again()
+        _look(LEDGER.look)
         return
     on = config.enabled(warn=ranks.current().rank == 0)
     if getattr(args, "otel_enabled", None) and on is not False:

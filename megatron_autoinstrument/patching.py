@@ -2,19 +2,21 @@
 
 A seam names a function. The ledger remembers what each seam replaced, so that a half-done install, and uninstall,
 restore exactly that. Wrappers are plain functions: Megatron deep-copies, pickles and inspects what it is given.
+Others patch Megatron too, perhaps later: calls that come a few times in a run have all seams looked at again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from threading import get_ident
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 import wrapt
 
@@ -24,8 +26,6 @@ _logger = logging.getLogger(__name__)
 
 Arguments = tuple[Any, ...]
 Function = Callable[..., Any]
-
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 reraise_internal_errors = False
 """Set by this package's own tests, so that no fault of ours hides behind the guard."""
@@ -55,6 +55,9 @@ class Seam:
         unless: Another path in the module, or in the module before a colon. Where it exists, it takes this function's
             place, which is left alone.
         optional: Whether it is no news that a version of Megatron lacks it.
+        looks: Which of its calls have all seams looked at before they run: what was replaced by then is wrapped anew.
+            "first" is the first call of any such seam since `install` or since an "always".
+        lost: Called where this function's calls are not seen: others depend on having seen them all.
     """
 
     module: str
@@ -64,23 +67,55 @@ class Seam:
     home: str | None = None
     unless: str | None = None
     optional: bool = False
+    looks: Literal["never", "first", "always"] = "never"
+    lost: Callable[[], None] | None = None
 
 
 class _Patch:
     """One wrapper, made once for a seam and an original and kept for the life of the process: references to it
     outlive uninstall, pass through meanwhile, and come alive again on the next install."""
 
-    __slots__ = ("hook", "original", "seam", "wrapper")
+    __slots__ = ("failed", "hook", "original", "plain", "seam", "wrapper")
 
     def __init__(self, seam: Seam, original: Function) -> None:
         self.seam = seam
         self.original = original
-        self.hook: Hook | None = None
+        self.plain: Hook | None = None  # the seam's own
+        self.hook: Hook | None = None  # what runs: that, and perhaps more around it
+        self.failed = False
         self.wrapper = _wrap(self, original)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A wrapper that is pickled by value passes through where it arrives, also where this package is not installed.
+        return SimpleNamespace, (), {"hook": None}
+
+    def end(self, hook: Hook, token: Any, result: Any, error: BaseException | None) -> None:
+        try:
+            hook.end(token, result, error)
+        except Exception:  # noqa: BLE001
+            self.turn_off()
+
+    def turn_off(self) -> None:
+        """Called from an except clause: our own failure costs the user this one seam and one message."""
+        if reraise_internal_errors:
+            raise
+        self.hook = None
+        self.failed = True
+        _logger.warning(
+            "Recording of %s.%s failed and is off from here on; training goes on. Please report this.",
+            self.seam.module,
+            self.seam.path,
+            exc_info=True,
+        )
+        if self.seam.lost is not None:
+            self.seam.lost()
 
 
 def _wrap(patch: _Patch, original: Function) -> Function:
-    is_compiling = torch_state.is_compiling()
+    """A function that answers as `original` does, but for what no other function can: its identity, `__code__` with
+    its file, and `__closure__`."""
+    # All that its code names is in its closure: its globals are the original's, and it may be pickled by value.
+    is_compiling, ordinary, any_error = torch_state.is_compiling(), Exception, BaseException
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         # First of all: torch.compile would trace the rest, and fail or record its own tracing.
@@ -88,44 +123,64 @@ def _wrap(patch: _Patch, original: Function) -> Function:
             return original(*args, **kwargs)
         try:
             token = hook.begin(args, kwargs)
-        except Exception:  # noqa: BLE001
+        except ordinary:
             token = None
-            _turn_off(patch)
+            patch.turn_off()
         if token is None:
             return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
-        except BaseException as error:
-            _end(patch, hook, token, None, error)
+        except any_error as error:
+            patch.end(hook, token, None, error)
             raise
-        _end(patch, hook, token, result, None)
+        patch.end(hook, token, result, None)
         return result
 
-    # The original's __dict__ is left out: a marker of torch's in it would make dynamo skip the wrapper.
-    return functools.update_wrapper(wrapper, original, updated=())
+    made: Any = wrapper
+    if isinstance(original, FunctionType):
+        made = FunctionType(wrapper.__code__, original.__globals__, original.__name__, None, wrapper.__closure__)
+        # To a call of `*args, **kwargs` these make no difference.
+        made.__defaults__, made.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+    functools.update_wrapper(made, original, updated=())
+    # A marker of torch's would make dynamo skip the wrapper.
+    own = getattr(original, "__dict__", {}).items()  # what is written in C has none
+    own = {name: value for name, value in own if not name.startswith("_torchdynamo")}
+    vars(made).update({**own, "__wrapped__": original})
+    with contextlib.suppress(Exception):
+        made.__signature__ = inspect.signature(original)  # inspect.getfullargspec doesn't ask `__wrapped__`
+    return made
 
 
-def _end(patch: _Patch, hook: Hook, token: Any, result: Any, error: BaseException | None) -> None:
-    try:
-        hook.end(token, result, error)
-    except Exception:  # noqa: BLE001
-        _turn_off(patch)
+def _once(hook: Hook, running: set[int]) -> Hook:
+    """`hook` for a seam of which several wrappers are in place: of those that call each other, the outermost counts.
 
+    Args:
+        hook: The hook.
+        running: The threads in which one of the seam's wrappers runs.
+    """
 
-def _turn_off(patch: _Patch) -> None:
-    """Called from an except clause: our own failure costs the user this one seam and one message."""
-    if reraise_internal_errors:
-        raise
-    patch.hook = None
-    _logger.warning(
-        "Recording of %s.%s failed and is off from here on; training goes on. Please report this.",
-        patch.seam.module,
-        patch.seam.path,
-        exc_info=True,
-    )
+    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[int, Any] | None:
+        thread = get_ident()
+        if thread in running:
+            return None
+        running.add(thread)
+        try:
+            return thread, hook.begin(args, kwargs)
+        except BaseException:
+            running.discard(thread)
+            raise
+
+    def end(token: tuple[int, Any], result: Any, error: BaseException | None) -> None:
+        thread, inner = token
+        running.discard(thread)
+        if inner is not None:
+            hook.end(inner, result, error)
+
+    return Hook(begin, end)
 
 
 class _Replacement(NamedTuple):
+    seam: Seam
     holder: Any  # a module or a class
     name: str
     original: Any  # as inspect.getattr_static gives it: a static or class method stays one
@@ -135,10 +190,17 @@ class _Replacement(NamedTuple):
 
 def _can_wrap(holder: Any, original: Any) -> bool:
     """Whether a plain function may stand in for `original`. In a class it would bind `self`, so that only what does
-    so itself will do: not a partial, or an object with `__call__`."""
+    so itself will do: not a partial. It has no methods, as an object with `__call__` may, and of a generator or a
+    coroutine it would see the creation alone."""
+    function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
+    if any(test(function) for test in _RUNNING_LATER):
+        return False
     if inspect.isclass(holder):
         return isinstance(original, (FunctionType, staticmethod, classmethod))
-    return callable(original) and not inspect.isclass(original)
+    return callable(original) and (inspect.isroutine(original) or isinstance(original, functools.partial))
+
+
+_RUNNING_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def _exists(module: ModuleType, path: str) -> bool:
@@ -152,16 +214,24 @@ def _exists(module: ModuleType, path: str) -> bool:
 
 
 class Ledger:
-    """Everything of Megatron that is replaced now. One thread at a time installs and uninstalls; beside it another
-    may import."""
+    """Everything of Megatron that is replaced now. One thread at a time installs, looks and uninstalls; beside it
+    another may import."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_turn: Callable[[Callable[[], None]], None] = lambda look: look()) -> None:
+        """
+        Args:
+            in_turn: Runs what a call of Megatron asks for, when nobody else installs or uninstalls.
+        """
+        self._in_turn = in_turn
         self._patches: dict[tuple[Seam, int], _Patch] = {}
         self._replacements: list[_Replacement] = []
         self.groups: frozenset[str] = frozenset()
         """Those whose seams are wrapped now."""
         self._wanted: dict[str, list[Seam]] = {}
         self._watched: set[str] = set()  # wrapt's hooks can't be taken back, so each is set once
+        self._named: set[Seam] = set()  # those of which it was said that they can't be recorded
+        self._running: dict[Seam, set[int]] = {}  # of those with several wrappers: the threads in one of them
+        self._first_is_due = False
 
     def install(self, seams: Iterable[Seam], groups: frozenset[str]) -> None:
         """Wraps the seams of `groups`: now where their module is loaded, else when it is imported.
@@ -170,6 +240,7 @@ class Ledger:
             Exception: something went wrong that is no missing seam; nothing stays replaced then.
         """
         self.groups = groups
+        self._first_is_due = True
         for seam in seams:
             if not groups.isdisjoint(seam.groups):
                 self._wanted.setdefault(seam.module, []).append(seam)
@@ -186,18 +257,33 @@ class Ledger:
             self.uninstall()
             raise
 
+    def look(self, called: Seam | None = None) -> None:
+        """Wraps what was put in the place of a seam's function since `install`.
+
+        Args:
+            called: The seam whose function is about to run, as it was before.
+        """
+        before = len(self._replacements)
+        for name in list(self._wanted):
+            module = sys.modules.get(name)
+            if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+                self._patch_module(module)
+        if found := self._replacements[before:]:
+            self._rebind_to_wrappers()
+            _name_running([at for at in found if at.seam is not called])
+
     def uninstall(self) -> None:
         """Puts back every original, also in names that were bound to a wrapper meanwhile."""
         self.silence()
         while self._replacements:
-            holder, name, original, replacement, inherited = self._replacements.pop()
+            _, holder, name, original, replacement, inherited = self._replacements.pop()
             if vars(holder).get(name) is not replacement:
                 continue  # somebody wrapped on top of us: theirs stays, ours passes through
             if inherited:
                 delattr(holder, name)
             else:
                 setattr(holder, name, original)
-        self._rebind({id(patch.wrapper): patch.original for patch in self._made()})
+        _rebind({id(patch.wrapper): patch.original for patch in self._made()})
 
     def silence(self) -> None:
         """Makes every wrapper pass through, and leaves it in place."""
@@ -205,6 +291,7 @@ class Ledger:
         self.groups = frozenset()
         for patch in list(self._patches.values()):  # a guard calls this, so that it calls nothing of ours
             patch.hook = None
+            patch.failed = False
 
     def _on_import(self, module: ModuleType) -> None:
         # Runs inside the application's import statement.
@@ -222,95 +309,192 @@ class Ledger:
             self.uninstall()
 
     def _patch_module(self, module: ModuleType) -> None:
-        for seam in self._wanted.get(module.__name__, ()):
+        for seam in list(self._wanted.get(module.__name__, ())):
             if seam.unless is not None and _exists(module, seam.unless):
                 continue
             try:
                 holder, name, original = wrapt.resolve_path(module, seam.path)
             except AttributeError:
-                holder, name, original = module, seam.path, None
-            if seam.optional and original is None:
+                if not seam.optional:
+                    what = "This Megatron has no %s.%s that we know: nothing is recorded of it."
+                    self._miss(seam, logging.INFO, what)
                 continue
             if not _can_wrap(holder, original):
-                _logger.info(
-                    "This Megatron has no %s.%s that we know: nothing is recorded of it.", seam.module, seam.path
-                )
+                what = f"%s.%s is no function but {type(original).__name__}: nothing is recorded of it."
+                if any(test(original) for test in _RUNNING_LATER):
+                    what = "%s.%s is a generator or a coroutine: nothing is recorded of it."
+                self._miss(seam, logging.WARNING, what)
                 continue
             if name not in vars(holder) and any(original is patch.wrapper for patch in self._made()):
                 continue  # inherited from a class that we have wrapped
             self._replace(seam, holder, name, original)
 
+    def _miss(self, seam: Seam, level: int, message: str, exc_info: bool = False) -> None:
+        if seam not in self._named:
+            self._named.add(seam)
+            _logger.log(level, message, seam.module, seam.path, exc_info=exc_info)
+        if seam.lost is not None:
+            seam.lost()
+
     def _replace(self, seam: Seam, holder: Any, name: str, original: Any) -> None:
         kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
         function = original.__func__ if kind else original
         patch = self._patch_for(seam, function)
-        try:
-            hook = seam.hook(patch.original, self.groups)
-        except Exception:
-            # A fork's function that we can't read costs its own spans, and no others.
-            if reraise_internal_errors:
-                raise
-            _logger.warning(
-                "Could not instrument %s.%s: its spans are left out.", seam.module, seam.path, exc_info=True
-            )
+        if patch.hook is None and not patch.failed and not self._bring_alive(patch):
             return
-        self._patches[seam, id(patch.original)] = patch
-        patch.hook = hook
-        if patch.original is not function:
+        if function is not patch.wrapper and function is not patch.original:
             return  # ours is below another's wrapper already
+        if function is patch.wrapper:
+            # It is in place, or was put back there by somebody.
+            ours = ((at.holder, at.name, at.replacement) for at in self._replacements)
+            if not any(at is holder and of == name and what is original for at, of, what in ours):
+                below = kind(patch.original) if kind else patch.original
+                self._replacements.append(_Replacement(seam, holder, name, below, original, inherited=False))
+            return
         inherited = name not in vars(holder)
         if inherited and inspect.isclass(holder):
             # By the name of the base class's function, pickle would find that one.
             patch.wrapper.__module__ = holder.__module__
             patch.wrapper.__qualname__ = f"{holder.__qualname__}.{name}"
         replacement = kind(patch.wrapper) if kind else patch.wrapper
-        self._replacements.append(_Replacement(holder, name, original, replacement, inherited))
+        self._replacements.append(_Replacement(seam, holder, name, original, replacement, inherited))
         setattr(holder, name, replacement)
 
+    def _bring_alive(self, patch: _Patch) -> bool:
+        """Whether that could be done."""
+        seam, known = patch.seam, self._of(patch.seam)
+        try:
+            name = seam.path.rpartition(".")[2]
+            patch.plain = seam.hook(_readable(patch.original, name, [other.original for other in known]), self.groups)
+        except Exception:
+            # A fork's function that we can't read costs its own spans, and no others.
+            if reraise_internal_errors:
+                raise
+            self._miss(seam, logging.WARNING, "Could not instrument %s.%s: its spans are left out.", exc_info=True)
+            return False
+        self._patches[seam, id(patch.original)] = patch
+        patch.hook = self._around(patch)
+        for other in known:
+            if other.hook is not None:
+                other.hook = self._around(other)
+        return True
+
+    def _around(self, patch: _Patch) -> Hook | None:
+        """The hook to run for `patch`: its own, and around that what all of them have."""
+        seam, hook = patch.seam, patch.plain
+        if hook is None:
+            return None
+        if len(self._of(seam)) > 1:
+            hook = _once(hook, self._running.setdefault(seam, set()))
+        if seam.looks == "always" or (seam.looks == "first" and self._first_is_due):
+            hook = self._looking(seam, hook)
+        return hook
+
+    def _looking(self, seam: Seam, hook: Hook) -> Hook:
+        always = seam.looks == "always"
+
+        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+            self._first_is_due = always
+            for patch in self._made():
+                if patch.seam.looks == "first" and patch.hook is not None:
+                    patch.hook = self._around(patch)
+            for other, running in self._running.items():
+                if always and other is not seam:
+                    running.clear()  # a restart in the process may have left anything behind
+            self._in_turn(lambda: self.look(seam))
+            return hook.begin(args, kwargs)
+
+        return Hook(begin, hook.end)
+
     def _patch_for(self, seam: Seam, function: Function) -> _Patch:
-        """The patch made for `function` before, or one of `seam` whose wrapper is below `function`; else a new one."""
+        """The patch made for `function` before, or one of `seam` whose wrapper `function` calls; else a new one."""
         if (patch := self._patches.get((seam, id(function)))) is not None:
             return patch
-        ours = {id(patch.wrapper): patch for (of, _), patch in list(self._patches.items()) if of is seam}
+        ours = {id(patch.wrapper): patch for patch in self._of(seam)}
         below: Any = function
         for _ in range(100):  # a chain may be a circle
             if below is None:
                 break
             if id(below) in ours:
                 return ours[id(below)]
-            below = getattr(below, "__wrapped__", None)
+            below = _called_by(below)
         return _Patch(seam, function)
+
+    def _of(self, seam: Seam) -> list[_Patch]:
+        return [patch for patch in self._made() if patch.seam is seam]
 
     def _made(self) -> list[_Patch]:
         return list(self._patches.values())  # a copy: a thread that imports may add to it
 
     def _rebind_to_wrappers(self) -> None:
-        self._rebind({id(patch.original): patch.wrapper for patch in self._made() if patch.hook is not None})
-
-    def _rebind(self, new: Mapping[int, Any]) -> None:
-        """Gives names made by `from X import f` the function that X has now."""
-        for module in _namespaces(patch.seam for patch in self._made()):
-            namespace = vars(module)
-            for name, value in list(namespace.items()):
-                if id(value) in new:
-                    namespace[name] = new[id(value)]
+        _rebind({id(patch.original): patch.wrapper for patch in self._made() if patch.hook is not None})
 
 
-def _namespaces(seams: Iterable[Seam]) -> list[ModuleType]:
-    """The loaded modules that may have bound a seam's function: Megatron's, the user's own, and the packages that
-    re-export a function from elsewhere. To scan all modules would take fifteen times as long."""
-    homes = {seam.home for seam in seams if seam.home}
-    parents = {home.rsplit(".", depth)[0] for home in homes for depth in range(home.count(".") + 1)}
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType)
-        and (name.partition(".")[0] == "megatron" or name in parents or _is_users(vars(module).get("__file__")))
-    ]
+def _rebind(new: Mapping[int, Any]) -> None:
+    """Gives the names that any loaded module has made by `from X import f` the function that X has now."""
+    ids = set(new)
+    for module in list(sys.modules.values()):
+        # Whatever else is asked of a lazy module loads it.
+        if not issubclass(type(module), ModuleType):
+            continue
+        namespace = object.__getattribute__(module, "__dict__")
+        if ids.isdisjoint(map(id, list(namespace.values()))):  # a tenth of the time of a loop
+            continue
+        for name, value in list(namespace.items()):
+            if id(value) in new:
+                namespace[name] = new[id(value)]
 
 
-def _is_users(file: Any) -> bool:
-    return isinstance(file, str) and not file.startswith(_LIBRARIES) and "-packages" not in file
+def _name_running(found: list[_Replacement]) -> None:
+    """Says which of these originals this thread is in the middle of."""
+    codes = {getattr(at.original, "__code__", None): at.seam for at in found}
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if (seam := codes.get(frame.f_code)) is not None:
+            _logger.warning(
+                "%s.%s was replaced right before this call of it, which is not recorded.", seam.module, seam.path
+            )
+        frame = frame.f_back
+
+
+def _called_by(function: Any) -> Any:
+    """The function that `function` wraps, or None: it may have taken but the name, as by `functools.wraps`."""
+    below = getattr(function, "__wrapped__", None)
+    if type(function) is not FunctionType:
+        return below
+    held = [*_closure(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return below if any(value is below for value in held) else None
+
+
+def _closure(function: Any) -> list[Any]:
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            found.append(cell.cell_contents)
+    return found
+
+
+def _readable(function: Function, name: str, known: list[Function]) -> Function:
+    """The function whose parameters are those of a call of `function`: where that passes on whatever it is called
+    with, the one of its name that it closes over, else one that was in its place before."""
+    candidates = [function, *known]
+    for one in candidates:
+        if not _passes_on(one):
+            return one
+        inside = [value for value in _closure(one) if isinstance(value, FunctionType)]
+        candidates += [value for value in inside if value.__name__ == name or _passes_on(value)][
+            : max(0, 20 - len(candidates))
+        ]
+    return function
+
+
+def _passes_on(function: Function) -> bool:
+    try:
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    except (TypeError, ValueError):
+        return True
+    return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
 
 
 def argument(function: Function, name: str) -> Callable[[Arguments, Mapping[str, Any]], Any]:

@@ -41,5 +41,11 @@ def _combined(original: Function, groups: frozenset[str]) -> Hook:
 
 
 SEAMS = (
-    Seam("megatron.core.pipeline_parallel.combined_1f1b", "combined_forward_backward_step", {"microbatch"}, _combined),
+    Seam(
+        "megatron.core.pipeline_parallel.combined_1f1b",
+        "combined_forward_backward_step",
+        {"microbatch"},
+        _combined,
+        lost=schedules.lose_count,
+    ),
 )

@@ -27,7 +27,7 @@ def _outcome(result: Any) -> dict[str, Any]:
 _STEP = span("megatron.optimizer_step", live=True, returned=_outcome)
 
 SEAMS = tuple(
-    Seam(f"megatron.core.optimizer.{module}", path, {"optimizer"}, _STEP)
+    Seam(f"megatron.core.optimizer.{module}", path, {"optimizer"}, _STEP, looks="first")
     for module, path in (
         ("optimizer", "MixedPrecisionOptimizer.step"),
         ("optimizer", "FP32Optimizer.step"),

@@ -84,7 +84,7 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
             return None
         sources: list[_Source | None] = []
         linked = None
-        if (run := schedules.running) is not None:
+        if (run := schedules.running) is not None and schedules.all_counted:
             sources = [_source(run, name, args, groups) if name in _SENT else None for name in names]
             if may_be_linked and sources[0] is not None:
                 linked = _begin_linked(run, sources[0], args)
@@ -221,8 +221,22 @@ SEAMS = tuple(
     seam
     for name in _OPERATIONS
     for seam in (
-        Seam(_MODULE, f"P2PCommunicator.{name}", {"communication"}, partial(_operation, name), unless=name),
-        Seam(_MODULE, name, {"communication"}, partial(_operation, name), unless="P2PCommunicator"),
+        Seam(
+            _MODULE,
+            f"P2PCommunicator.{name}",
+            {"communication"},
+            partial(_operation, name),
+            unless=name,
+            lost=schedules.lose_count,
+        ),
+        Seam(
+            _MODULE,
+            name,
+            {"communication"},
+            partial(_operation, name),
+            unless="P2PCommunicator",
+            lost=schedules.lose_count,
+        ),
         Seam(_BRIDGE, f"BridgeCommunicator.{name}", {"communication"}, partial(_bridge_operation, name), optional=True),
     )
 )

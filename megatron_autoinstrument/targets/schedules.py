@@ -41,7 +41,8 @@ class Pass:
         # Tensors per microbatch and direction: an encoder-decoder model has two, a multi-module one any number.
         self.single = (
             kwargs.get("decoder_seq_length") is None
-            and "MultiModule" not in type(kwargs.get("p2p_communicator")).__name__
+            # Another class of communicator may send and receive by calls of its own.
+            and type(kwargs.get("p2p_communicator")).__name__ in ("P2PCommunicator", "NoneType")
         )
         self.scope = RECORDER.scope()
         self.number = _number_in(self.scope) if number is None else number
@@ -63,6 +64,16 @@ class Pass:
 
 running: Pass | None = None
 """The run of a schedule that is going on."""
+
+all_counted = True
+"""Whether every call that the numbers in a `Pass` count is seen, as far as this rank can know."""
+
+
+def lose_count() -> None:
+    """Some are not seen from here on: what a receive gets can't be told by its number."""
+    global all_counted
+    all_counted = False
+
 
 _passes: tuple[Identity | None, int] = (None, 0)  # the step or evaluation of the latest pass, and its number there
 
@@ -160,14 +171,20 @@ _SCHEDULES = (
 
 SEAMS = (
     *(
-        Seam(module, path, {"forward_backward", "evaluate", "communication"}, partial(_schedule, path))
+        Seam(
+            module,
+            path,
+            {"forward_backward", "evaluate", "communication"},
+            partial(_schedule, path),
+            looks="first",
+        )
         for module, path in (
             *((_MODULE, path) for path in _SCHEDULES),
             ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper.__call__"),
         )
     ),
     *(
-        Seam(_MODULE, path, {"microbatch"}, partial(_microbatch, what), optional="multimodule" in path)
+        Seam(_MODULE, path, {"microbatch"}, partial(_microbatch, what), optional="multimodule" in path, lost=lose_count)
         for path, what in (
             ("forward_step", "forward"),
             ("backward_step", "backward"),

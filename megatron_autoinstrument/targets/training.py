@@ -270,8 +270,8 @@ def _number(value: Any) -> float | None:
 
 
 SEAMS = (
-    Seam(_MODULE, "pretrain", _EVERY_GROUP, _pretrain),
-    Seam(_MODULE, "setup_model_and_optimizer", _EVERY_GROUP, _setup_model_and_optimizer),
+    Seam(_MODULE, "pretrain", _EVERY_GROUP, _pretrain, looks="always"),
+    Seam(_MODULE, "setup_model_and_optimizer", _EVERY_GROUP, _setup_model_and_optimizer, looks="always"),
     Seam(
         _MODULE,
         "train",
@@ -281,9 +281,10 @@ SEAMS = (
             live=True,
             given={"megatron.train_iters": lambda args, kwargs: global_vars.arg("train_iters")},
         ),
+        looks="always",
     ),
-    Seam(_MODULE, "train_step", _OF_A_STEP, _train_step),
-    Seam(_MODULE, "training_log", {"step", METRICS}, _training_log),
+    Seam(_MODULE, "train_step", _OF_A_STEP, _train_step, looks="first"),
+    Seam(_MODULE, "training_log", {"step", METRICS}, _training_log, looks="first"),
     # A schedule that runs inside an evaluation is no forward-backward pass of an iteration, nor are its receives.
     Seam(_MODULE, "evaluate", {"evaluate", "forward_backward", "communication"}, _evaluate),
 )

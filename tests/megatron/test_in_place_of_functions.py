@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from harness import EVERYTHING, PLAIN, SCRIPTS, train
+from harness import EVERYTHING, PLAIN, PTH, SCRIPTS, train
 
 GRAPHS = ("--cuda-graph-impl", "full_iteration", "--optimizer-cuda-graph", "--te-rng-tracker")
 COMBINED = (
@@ -92,3 +92,18 @@ def test_what_is_trained_is_what_an_uninstrumented_run_trains():
         assert run().losses
         assert run().losses == run(PLAIN).losses
         assert not run().ours()
+
+
+def test_what_others_have_put_in_the_place_of_functions_is_recorded_as_those_would_be():
+    options = ("--train-iters", "2", "--eval-iters", "1", "--num-layers", "2", "--global-batch-size", "4")
+    replaced, usual = (
+        train(*options, ranks=1, way=PTH, environment={**EVERYTHING, "OTEL_METRICS_EXPORTER": "otlp"}, **script)
+        for script in ({"script": SCRIPTS / "replacing_later.py"}, {})
+    )
+    assert replaced.status == usual.status == 0, replaced.output[-3000:]
+    assert replaced.output.count("CHANGED") == 2
+    assert replaced.counts(0) == usual.counts(0)
+    assert {point.name for point in replaced.points} == {point.name for point in usual.points}
+    assert replaced.losses == usual.losses
+    assert replaced.losses
+    assert not replaced.ours()

@@ -11,11 +11,17 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from megatron_autoinstrument import config, ids, instrumentor, patching, ranks, sdk, store
 from megatron_autoinstrument.spans import Recorder
+from megatron_autoinstrument.targets import schedules
 
 
 @pytest.fixture(autouse=True)
 def _no_fault_hides(monkeypatch):
     monkeypatch.setattr(patching, "reraise_internal_errors", True)
+
+
+@pytest.fixture(autouse=True)
+def _every_call_is_counted(monkeypatch):
+    monkeypatch.setattr(schedules, "all_counted", True)
 
 
 @pytest.fixture(autouse=True)

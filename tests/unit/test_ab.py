@@ -1,6 +1,7 @@
 """Blocks of steps with and without instrumentation, on a training loop whose clock and cost are known."""
 
 import contextlib
+import inspect
 import random
 import sys
 import types
@@ -36,12 +37,13 @@ def trained(fake_module, monkeypatch, provider, exporter, clock, capsys):
     """Trains so many steps; each takes 1,000, and `cost` more where it is instrumented. In those of `at`, does what
     it says."""
 
-    def trained(steps, cost=0, noise=0, length=8, leave=None, at=None):
+    def trained(steps, cost=0, noise=0, length=8, leave=None, at=None, replaced=()):
         for name in ("megatron", "megatron.training"):
             fake_module(name)
         training = fake_module("megatron.training.training", TRAINING)
         arguments = types.SimpleNamespace(log_interval=1000)
-        fake_module("megatron.training.global_vars")._GLOBAL_ARGS = arguments
+        training.global_vars = fake_module("megatron.training.global_vars", "def set_args(args): pass")
+        training.global_vars._GLOBAL_ARGS = arguments
         monkeypatch.setenv("MEGATRON_OTEL_AB", str(length))
         monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "job,step")
         instrumented = []
@@ -58,6 +60,11 @@ def trained(fake_module, monkeypatch, provider, exporter, clock, capsys):
 
         training.work = work
         MegatronInstrumentor().instrument(tracer_provider=provider)
+        for name in replaced:
+            code = inspect.unwrap(getattr(training, name)).__code__
+            setattr(training, name, types.FunctionType(code, vars(training)))
+        if replaced:
+            training.global_vars.set_args(arguments)
         try:
             training.train(steps)
             training.recorded_after = bool(instrumentor.LEDGER.groups)
@@ -90,6 +97,16 @@ def test_the_cost_of_a_step_is_found_and_told(trained):
     assert sum(span.name == "megatron.train_step" for span in spans) == sum(instrumented)
     assert not hasattr(training["train_step"], "__wrapped__")
     assert not hasattr(training["train"], "__wrapped__")
+
+
+@pytest.mark.parametrize(
+    "replaced", [["train"], ["train_step"], ["training_log"], ["train", "train_step", "training_log"]]
+)
+def test_functions_that_somebody_replaced_are_compared_too(trained, replaced):
+    instrumented, spans, told, _ = trained(8 * 22, cost=30, replaced=replaced)
+    assert instrumented == [ab.is_on(step // 8) for step in range(8 * 22)]
+    assert told.startswith("megatron-autoinstrument, overhead: +3.00 % of a step")
+    assert sum(span.name == "megatron.train_step" for span in spans) == sum(instrumented)
 
 
 def test_noise_widens_the_interval_and_it_holds_the_cost(trained):

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import functools
 import importlib
@@ -6,7 +7,9 @@ import logging
 import multiprocessing
 import pickle
 import sys
+import threading
 import types
+import typing
 
 import pytest
 
@@ -136,11 +139,97 @@ def test_static_and_class_methods_stay_what_they_are(ledger, module, hook, calls
     assert len(calls) == 6
 
 
-def test_a_marker_on_the_original_is_not_copied(ledger, module, hook):
+def test_a_marker_of_torch_on_the_original_is_not_copied_and_other_attributes_are(ledger, module, hook):
     module.step._torchdynamo_orig_callable = object()
+    module.step.is_distributed = True
     ledger.install([seam("step", hook)], ALL)
-    assert not hasattr(vars(module.step), "_torchdynamo_orig_callable")
-    assert set(vars(module.step)) == {"__wrapped__"}
+    assert module.step.is_distributed
+    assert set(vars(module.step)) == {"__wrapped__", "__signature__", "is_distributed"}
+
+
+@pytest.mark.parametrize("path", ["step", "Communicator.send", "Communicator.static", "Communicator.cls"])
+def test_a_wrapper_has_its_originals_globals_defaults_annotations_and_source(ledger, on_disk, hook, path):
+    get = functools.partial(functools.reduce, getattr, path.split("."))
+
+    def asked():
+        function = getattr(get(on_disk), "__func__", get(on_disk))
+        return (
+            *(
+                getattr(function, f"__{name}__")
+                for name in ("globals", "defaults", "kwdefaults", "annotations", "dict")
+            ),
+            inspect.signature(function),
+            inspect.signature(function, eval_str=True),
+            inspect.getfullargspec(function),
+            inspect.getsource(function),
+            inspect.getmodule(function),
+            typing.get_type_hints(function),
+            pickle.dumps(get(on_disk)),
+        )
+
+    vars(getattr(get(on_disk), "__func__", get(on_disk)))["mark"] = 1
+    before = asked()
+    ledger.install([seam(path, hook, module="hostmodule")], ALL)
+    globals_, *after = asked()
+    assert hasattr(get(on_disk), "__wrapped__")
+    assert globals_ is before[0] is vars(on_disk)
+    for name in ("__wrapped__", "__signature__"):
+        del after[3][name]
+    assert after == list(before[1:])
+
+
+def test_defaults_on_a_wrapper_make_no_difference_to_calls(ledger, module, hook):
+    ledger.install([seam("step", hook)], ALL)
+    assert module.step.__defaults__ == (None,)
+    assert module.step.__kwdefaults__ == {"forward_only": False}
+    for _ in range(100):  # until the interpreter has specialised the call
+        assert module.step(1) == (1, None, False)
+        assert module.step(1, forward_only=2) == (1, None, 2)
+    with pytest.raises(TypeError):
+        module.step()
+
+
+def test_a_changed_copy_of_the_source_runs_in_the_functions_globals(ledger, on_disk, hook, calls):
+    """As Primus patches what a wrapper can't reach."""
+    ledger.install([seam("step", hook, module="hostmodule")], ALL)
+    source = inspect.getsource(on_disk.step).replace("return 1", "return HELPER()")
+    new = {}
+    exec(source, on_disk.step.__globals__, new)
+    on_disk.step = new["step"]
+    assert on_disk.step() == 42
+    assert not calls
+    ledger.look()
+    assert on_disk.step() == 42
+    assert len(calls) == 2
+
+
+def test_what_is_carried_by_value_passes_through_where_this_package_is_not_installed(ledger, module, hook):
+    """As Ray carries functions of `__main__`: code and what is in the closure."""
+
+    def with_a_lock(original, groups):
+        lock = threading.Lock()
+        return Hook(lambda args, kwargs: lock, lambda token, result, error: None)
+
+    ledger.install([seam("step", with_a_lock)], ALL)
+    code, cells = module.step.__code__, [cell.cell_contents for cell in module.step.__closure__]
+    carried = [cell if isinstance(cell, types.FunctionType) else pickle.dumps(cell) for cell in cells]
+    assert not any(isinstance(cell, bytes) and b"megatron_autoinstrument" in cell for cell in carried)
+    assert [cell for cell in cells if isinstance(cell, types.FunctionType)] == [module.step.__wrapped__]
+    there = [pickle.loads(cell) if isinstance(cell, bytes) else cell for cell in carried]
+    copied = types.FunctionType(code, {}, "step", None, tuple(types.CellType(cell) for cell in there))
+    assert copied(1, 2) == (1, 2, False)
+
+
+@pytest.mark.parametrize("kind", ["yield 1", "await None"])
+def test_of_a_generator_or_a_coroutine_nothing_is_recorded_and_that_is_said_once(ledger, module, hook, caplog, kind):
+    exec(f"{'async ' if 'await' in kind else ''}def later():\n    {kind}\n", vars(module))
+    original = module.later
+    ledger.install([seam("later", hook)], ALL)
+    ledger.look()
+    assert module.later is original
+    assert [record.getMessage() for record in caplog.records] == [
+        "megatron.fake.later is a generator or a coroutine: nothing is recorded of it."
+    ]
 
 
 def test_uninstall_puts_back_the_very_objects(ledger, module, hook):
@@ -171,15 +260,26 @@ def test_names_bound_before_a_late_install_are_rebound_and_put_back(ledger, modu
     assert user.step is module.step is sys.modules["megatron.later"].step is original
 
 
-def test_names_in_the_users_own_modules_are_rebound_too_and_those_of_libraries_are_not(
-    ledger, module, fake_module, hook
-):
-    mine, library = fake_module("train"), fake_module("somelib")
-    mine.__file__, library.__file__ = "/home/me/train.py", "/opt/venv/lib/python3.12/site-packages/somelib.py"
-    original = mine.step = library.step = module.step
+@pytest.mark.parametrize("file", ["/home/me/train.py", "/opt/venv/lib/python3.12/site-packages/somelib.py", None])
+def test_names_bound_elsewhere_are_rebound_wherever_that_is_and_put_back(ledger, module, fake_module, hook, file):
+    mine = fake_module("mine")
+    mine.__file__ = file
+    original = mine.renamed = module.step
     ledger.install([seam("step", hook)], ALL)
-    assert mine.step is module.step
-    assert library.step is original
+    assert mine.renamed is module.step is not original
+    mine.again = module.step
+    ledger.uninstall()
+    assert mine.renamed is mine.again is module.step is original
+
+
+def test_a_lazy_module_is_not_loaded(ledger, module, hook, monkeypatch):
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(f"{name} was asked for")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    ledger.install([seam("step", hook)], ALL)
+    ledger.uninstall()
 
 
 def test_a_function_from_elsewhere_is_patched_where_its_package_reexports_it(ledger, module, fake_module, hook, calls):
@@ -441,7 +541,9 @@ def test_arguments_beyond_the_signature_are_no_error():
 def on_disk(tmp_path, monkeypatch):
     """A module that can be imported, also by a child process."""
     (tmp_path / "hostmodule.py").write_text(
-        "def step(path=None):\n    if path:\n        open(path, 'w').write('called')\n    return 1\n"
+        "def step(path: str | None = None, *, more: int = 0):\n"
+        "    if path:\n        open(path, 'w').write('called')\n    return 1\n\n"
+        "def HELPER(): return 42\n\n" + SOURCE.partition("class Base")[1] + SOURCE.partition("class Base")[2]
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "hostmodule", raising=False)
@@ -521,3 +623,205 @@ def test_a_subclass_that_overrides_a_patched_method_and_calls_it_gives_one_call_
     ledger.install([seam("Communicator.send", hook)], ALL)
     assert Subclass().send(1)[1] == 1
     assert [call[0] for call in calls] == ["begin", "end"]
+
+
+# ------------------------------------------------------------------------------------------ replaced after us
+
+
+def not_named(f):
+    """A wrapper that doesn't say what it wraps."""
+    return lambda *args, **kwargs: f(*args, **kwargs)
+
+
+def named(f):
+    return functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
+
+
+def copied(f):
+    f = inspect.unwrap(f)
+    copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    copy.__kwdefaults__ = f.__kwdefaults__
+    return copy
+
+
+def named_only(f):
+    @functools.wraps(f)
+    def own(*args, **kwargs):
+        return "own"
+
+    return own
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("replace", [not_named, named, copied, named_only])
+@pytest.mark.parametrize("path", ["step", "Communicator.send", "Communicator.static"])
+def test_what_replaces_a_function_is_recorded_once_a_call_and_stays_after_uninstall(
+    ledger, module, hook, calls, path, replace, before
+):
+    holder = module if path == "step" else module.Communicator
+    name = path.rpartition(".")[2]
+    keep = staticmethod if name == "static" else lambda f: f
+    if not before:
+        ledger.install([seam(path, hook)], ALL)
+    theirs = replace(getattr(holder, name))
+    setattr(holder, name, keep(theirs))
+    if before:
+        ledger.install([seam(path, hook)], ALL)
+    ledger.look()
+    ledger.look()
+    getattr(holder, name)(1, 2) if name == "send" else getattr(holder, name)(1)
+    assert [call[0] for call in calls] == ["begin", "end"]
+    ledger.uninstall()
+    assert getattr(holder, name) is theirs
+    getattr(holder, name)(1, 2) if name == "send" else getattr(holder, name)(1)
+    assert len(calls) == 2
+
+
+def test_of_hooks_that_keep_no_token_too_the_outermost_runs_alone(ledger, module, calls):
+    def only_begins(original, groups):
+        return Hook(lambda args, kwargs: calls.append("begin"), lambda token, result, error: None)
+
+    ledger.install([seam("step", only_begins)], ALL)
+    module.step = not_named(module.step)
+    ledger.look()
+    for number in (1, 2):
+        module.step(1)
+        assert calls == ["begin"] * number
+
+
+def test_a_patch_manager_takes_back_and_applies_again(ledger, module, fake_module, hook, calls):
+    bound = fake_module("bound")
+    theirs = [copied(module.step), copied(module.step)]
+    ledger.install([seam("step", hook)], ALL)
+    ours = bound.step = module.step
+    for number, put in enumerate([theirs[0], ours, theirs[1], theirs[0], ours], 1):
+        module.step = put
+        ledger.look()
+        module.step(1)
+        assert len(calls) == 2 * number
+    ledger.uninstall()
+    assert module.step is bound.step is ours.__wrapped__
+
+
+@pytest.mark.parametrize("path", ["step", "Communicator.send"])
+def test_an_old_wrapper_that_was_put_back_comes_alive_and_is_taken_out(ledger, module, hook, calls, path):
+    holder, name = (module, "step") if path == "step" else (module.Communicator, "send")
+    original, seams = vars(holder)[name], [seam(path, hook)]
+    ledger.install(seams, ALL)
+    ours = vars(holder)[name]
+    ledger.uninstall()
+    setattr(holder, name, ours)
+    ledger.install(seams, ALL)
+    getattr(holder, name)(1, 2)
+    assert len(calls) == 2
+    ledger.uninstall()
+    assert vars(holder)[name] is original
+
+
+@pytest.mark.parametrize("function", [len, functools.partial(len), [].__len__])
+def test_in_a_module_what_is_callable_without_being_a_function_is_recorded_too(ledger, module, calls, function):
+    def hook(original, groups):
+        return Hook(lambda args, kwargs: calls.append(1), lambda token, result, error: None)
+
+    module.step = function
+    ledger.install([seam("step", hook)], ALL)
+    with contextlib.suppress(TypeError):
+        module.step([])
+    assert calls
+    ledger.uninstall()
+    assert module.step is function
+
+
+def test_what_cannot_be_wrapped_is_named_once(ledger, module, hook, caplog):
+    ledger.install([seam("step", hook), seam("Communicator.send", hook)], ALL)
+    module.step = type("Step", (), {})
+    module.Communicator.send = functools.partial(print)
+    for _ in range(3):
+        ledger.look()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "megatron.fake.step is no function but type: nothing is recorded of it."),
+        ("WARNING", "megatron.fake.Communicator.send is no function but partial: nothing is recorded of it."),
+    ]
+
+
+def test_calls_that_look_do_so_and_of_the_first_ones_only_the_first(module, hook, calls):
+    looks = []
+    ledger = Ledger(lambda look: (looks.append(1), look()))
+    vars(module)["build"], vars(module)["log"] = (lambda: None), (lambda: None)
+    seams = [
+        seam("step", hook, looks="first"),
+        seam("log", hook, looks="first"),
+        seam("build", hook, looks="always"),
+        seam("Communicator.static", hook),
+    ]
+    ledger.install(seams, ALL)
+    module.Communicator.static = staticmethod(copied(module.Communicator.static))
+    module.Communicator.static(1)
+    assert not calls
+    for function, count in ((module.step, 1), (module.log, 1), (module.step, 1)):
+        function(1) if function is module.step else function()
+        assert len(looks) == count
+    module.Communicator.static(1)
+    assert len(calls) == 8
+    module.build()
+    module.build()
+    assert len(looks) == 3
+    module.log()  # the first step after that
+    module.step(1)
+    assert len(looks) == 4
+    ledger.uninstall()
+
+
+def test_a_call_that_has_begun_when_its_function_is_found_replaced_is_named(module, hook, calls, caplog):
+    ledger = Ledger()
+    ledger.install([seam("step", hook, looks="first"), seam("run", hook)], ALL)
+    exec("def run():\n    step(1)\n    step(2)\n", vars(module))
+    module.run()
+    assert [record.getMessage() for record in caplog.records] == [
+        "megatron.fake.run was replaced right before this call of it, which is not recorded."
+    ]
+    assert len(calls) == 4
+    module.run()
+    assert len(calls) == 10
+    ledger.uninstall()
+
+
+def test_arguments_are_those_of_the_function_that_a_wrapper_without_parameters_passes_them_to(ledger, module):
+    read = []
+
+    def reading(original, groups):
+        iteration = patching.argument(original, "iteration")
+        return Hook(lambda args, kwargs: read.append(iteration(args, kwargs)), lambda token, result, error: None)
+
+    module.step = not_named(module.step)
+    ledger.install([seam("step", reading)], ALL)
+    module.step("model", 7)
+    ledger.uninstall()
+    ledger.install([seam("Communicator.send", reading), seam("step", reading)], ALL)
+    held = module.step
+    module.step = (lambda holder: lambda *args, **kwargs: holder["f"](*args, **kwargs))({"f": held})
+    ledger.look()
+    module.step("model", 8)
+    assert read == [7, 8]
+
+
+def test_a_seam_that_our_own_failure_turned_off_stays_off(ledger, module, monkeypatch, caplog):
+    monkeypatch.setattr(patching, "reraise_internal_errors", False)
+    lost = []
+    broken = seam("step", lambda o, g: Hook(lambda a, k: 1 / 0, lambda *of: None), lost=lambda: lost.append(1))
+    ledger.install([broken], ALL)
+    for _ in range(3):
+        module.step(1)
+        ledger.look()
+    assert len(caplog.records) == len(lost) == 1
+
+
+@pytest.mark.parametrize("value", [None, type("Other", (), {})])
+def test_whoever_counts_calls_is_told_when_some_are_not_seen(ledger, module, hook, value):
+    lost = []
+    if value is None:
+        del module.step
+    else:
+        module.step = value
+    ledger.install([seam("step", hook, lost=lambda: lost.append(1))], ALL)
+    assert lost == [1]

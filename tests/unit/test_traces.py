@@ -422,3 +422,47 @@ def test_a_receive_that_is_called_by_keyword_alone_finds_its_sender(
     recorder.end(step)
     _, (record,) = token
     assert record.link == (((1, 6, "forward", "megatron.train_step", 1, 0, 0), 0) if linked else None)
+
+
+P2P = """
+def recv_forward(tensor_shape, config, is_first_stage): pass
+def send_backward_recv_forward(input_tensor_grad, tensor_shape, config, is_first_stage): pass
+"""
+
+
+@pytest.mark.parametrize("fault", [None, "a call fails", "no function", "microbatches"])
+def test_links_are_told_from_numbers_only_where_every_call_is_counted(fake_module, monkeypatch, recorder, fault):
+    monkeypatch.setattr("megatron_autoinstrument.patching.reraise_internal_errors", False)
+    state = fake_module("megatron.core.parallel_state")
+    state.get_pipeline_model_parallel_prev_rank = lambda: 6
+    state.get_pipeline_model_parallel_rank, state.get_pipeline_model_parallel_world_size = (lambda: 1), (lambda: 2)
+    module = fake_module("megatron.core.pipeline_parallel.p2p_communication", P2P)
+    if fault == "no function":
+        module.recv_forward = type("Receive", (), {"__init__": lambda self, *args: None})
+    source = "" if fault == "microbatches" else "def forward_step(): pass\ndef backward_step(): pass"
+    fake_module("megatron.core.pipeline_parallel.schedules", source)
+    for target in (p2p_communication, schedules):
+        monkeypatch.setattr(target, "RECORDER", recorder)
+    monkeypatch.setattr(ranks, "recording", lambda rank: True)
+    seams = [
+        seam
+        for seam in (*p2p_communication.SEAMS, *schedules.SEAMS)
+        if seam.path in ("recv_forward", "send_backward_recv_forward", "forward_step", "backward_step")
+    ]
+    ledger = patching.Ledger()
+    ledger.install(seams, frozenset({"communication", "microbatch"}))
+    step = recorder.begin("megatron.train_step", LIVE, None, ((1, 7, "megatron.train_step", 1, 0), 0))
+    monkeypatch.setattr(schedules, "running", schedules.Pass(False, {"num_microbatches": 4}, 0))
+    if fault == "a call fails":
+        with monkeypatch.context() as patched:
+            patched.setattr(p2p_communication, "_link", lambda record, source: 1 / 0)
+            module.recv_forward(None, None, False)
+    else:
+        module.recv_forward(None, None, False)
+    recorder.current = step
+    module.send_backward_recv_forward(None, None, None, False)
+    record = next(record for record in reversed(recorder._waiting) if record.name == "megatron.p2p.recv_forward")
+    expected = ((1, 6, "forward", "megatron.train_step", 1, 0, 0), 1)
+    assert record.link == (expected if fault is None else None)
+    recorder.end(step)
+    ledger.uninstall()

@@ -17,7 +17,7 @@ from megatron_autoinstrument.spans import RECORDER
 
 LOOKING = 4  # steps, an evaluation among them
 # The guards themselves: what they call is what they guard.
-GUARDS = {"_wrap.<locals>.wrapper", "_end", "_turn_off", "Ledger.silence", "Recorder._get_ready"}
+GUARDS = {"_wrap.<locals>.wrapper", "_Patch.end", "_Patch.turn_off", "Ledger.silence", "Recorder._get_ready"}
 GUARDS |= {"_Thread._run", "_Thread._do"}
 GUARDS |= {f"MegatronInstrumentor.{name}" for name in ("instrument", "_instrument", "uninstrument", "_uninstrument")}
 GUARDS |= {"MegatronInstrumentor.instrumentation_dependencies", "_in_turn", "_guarded"}
