@@ -245,9 +245,9 @@ class Ledger:
             if not groups.isdisjoint(seam.groups):
                 self._wanted.setdefault(seam.module, []).append(seam)
         try:
-            loaded = [module for name in self._wanted if (module := sys.modules.get(name)) is not None]
-            for module in loaded:
-                self._patch_module(module)
+            loaded = {name: module for name in self._wanted if (module := sys.modules.get(name)) is not None}
+            for name, module in loaded.items():
+                self._patch_module(name, module)
             if loaded:
                 self._rebind_to_wrappers()
             for name in self._wanted.keys() - sys.modules.keys() - self._watched:
@@ -267,7 +267,7 @@ class Ledger:
         for name in list(self._wanted):
             module = sys.modules.get(name)
             if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
-                self._patch_module(module)
+                self._patch_module(name, module)
         if found := self._replacements[before:]:
             self._rebind_to_wrappers()
             _name_running([at for at in found if at.seam is not called])
@@ -297,7 +297,7 @@ class Ledger:
         # Runs inside the application's import statement.
         try:
             seams = self._wanted.get(module.__name__, ())
-            self._patch_module(module)
+            self._patch_module(module.__name__, module)
             if any(seam.home for seam in seams):
                 self._rebind_to_wrappers()
             if seams and not self._wanted:
@@ -308,8 +308,8 @@ class Ledger:
             _logger.warning("Could not instrument %s; nothing is recorded.", module.__name__, exc_info=True)
             self.uninstall()
 
-    def _patch_module(self, module: ModuleType) -> None:
-        for seam in list(self._wanted.get(module.__name__, ())):
+    def _patch_module(self, module_name: str, module: ModuleType) -> None:
+        for seam in list(self._wanted.get(module_name, ())):
             if seam.unless is not None and _exists(module, seam.unless):
                 continue
             try:
