@@ -71,6 +71,8 @@ class Connection:
         self.meter: metrics.Meter = instruments.get(METRICS) or metrics.NoOpMeterProvider().get_meter(SCOPE)
         self.log_handler: logging.Handler | None = instruments.get(LOGS)
         self.closed = False  # somebody shut the tracer provider down
+        self.drops_whole_traces = False
+        """Whether the sampler drops all that is inside a span that it drops, and need not be asked."""
         self.exit_timeout_s = _OURS_EXIT_TIMEOUT_S if all(map(_is_ours, providers.values())) else _THEIRS_EXIT_TIMEOUT_S
         self.others = " and ".join(name for name in providers if name != TRACES)
         self._generator = ids.private_generator(self.tracer)
@@ -133,11 +135,6 @@ class Connection:
                 return sampler
         return None
 
-    @property
-    def drops_whole_traces(self) -> bool:
-        """Whether the sampler drops all that is inside a span that it drops, and need not be asked."""
-        return drops_what_is_inside(self._sampler)
-
     def watch(self, hand_on: Callable[[], None]) -> None:
         """Has `hand_on` called whenever somebody flushes the tracer provider, and notices when it is shut down."""
         self._hand_on = hand_on
@@ -164,6 +161,7 @@ class Connection:
             ids.keep_random_state_in_retries()
             self.direct.look()
             self._look_behind()
+            self.drops_whole_traces = drops_what_is_inside(self._sampler)
             if final or monotonic() > self._tell_from:
                 self._tell_from = float("inf")
                 self._tell()
@@ -565,6 +563,9 @@ def _without_ours(data: Any) -> Any:
 
 def _complete(provider: Any, new: _New, signal: _Signal) -> None:
     """Adds our resource attributes to a provider that was made before the rank was known."""
+    if provider is None:
+        _logger.info("The provider of %s can't be told which rank this is: it is not the SDK's.", signal.name)
+        return
     try:
         # A meter provider keeps its resource in its configuration.
         has_config = hasattr(provider, "_sdk_config")
@@ -575,7 +576,9 @@ def _complete(provider: Any, new: _New, signal: _Signal) -> None:
         else:
             setattr(holder, name, described)
     except Exception:  # noqa: BLE001
-        _logger.info("Which rank this is can't be added to the resource of the provider of %s.", signal.name)
+        if f"resource of {signal.name}" not in _told:
+            _told.add(f"resource of {signal.name}")
+            _logger.warning("Which rank this is can't be added to the resource of the provider of %s.", signal.name)
 
 
 def _described(has: Resource, new: _New) -> Resource:
