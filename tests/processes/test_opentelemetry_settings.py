@@ -305,7 +305,9 @@ def test_in_a_folder_on_the_path_these_ways_work_and_the_variable_alone_does_not
     done, spans = train(
         script=script,
         python=(python, *prefix),
-        PYTHONPATH=path(*([auto] if way == "its folder" else []), site),
+        PYTHONPATH=os.pathsep.join(
+            [path(*([auto] if way == "its folder" else [])), str(site)]
+        ),  # Megatron's real one last
         OTEL_METRICS_EXPORTER="none",
         OTEL_LOGS_EXPORTER="none",
         **({"MEGATRON_OTEL_ENABLED": "1"} if way == "variable" else {}),

@@ -60,6 +60,7 @@ def test_without_a_provider_ours_exports_otlp_over_grpc_and_is_global():
         ("console", {"OTEL_TRACES_EXPORTER": "otlp"}, "ConsoleSpanExporter"),
         ("otlp", {"OTEL_TRACES_EXPORTER": "console"}, "OTLPSpanExporter"),
         (None, {"OTEL_TRACES_EXPORTER": "none"}, "nothing"),
+        ("otlp", {"OTEL_TRACES_EXPORTER": "none"}, "nothing"),
     ],
 )
 def test_the_exporter_is_the_one_asked_for(exporter, environment, expected):
@@ -168,7 +169,7 @@ os._exit(0)
     [
         ({"OTEL_TRACES_EXPORTER": "zipkin_v1"}, "zipkin_v1"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "carrier/pigeon"}, "carrier/pigeon"),
-        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "abc"}, "abc"),
+        ({"OTEL_EXPORTER_OTLP_COMPRESSION": "abc"}, "abc"),
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "10"}, ""),
     ],
 )
