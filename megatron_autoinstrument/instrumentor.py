@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sys
 import threading
@@ -14,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
-from megatron_autoinstrument import ab, autoload, config, groups, native, patching, ranks, signals
+from megatron_autoinstrument import ab, autoload, config, groups, native, patching, ranks, redact, signals
+from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.spans import RECORDER
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.sdk import Connection
     from megatron_autoinstrument.traces import Traces
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 LEDGER = patching.Ledger()
 
@@ -179,6 +179,7 @@ def accept_flags() -> None:
 def _install(given: Mapping[str, Any]) -> None:
     place = ranks.current()
     settings = config.from_environment(place)
+    redact.with_text = settings.exception_text
     wanted = {
         **({"traces": given["traces"]} if settings.span_groups else {}),
         **({"metrics": given["metrics"]} if settings.metrics else {}),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -19,8 +18,9 @@ from typing import Any, NamedTuple
 import wrapt
 
 from megatron_autoinstrument import torch_state
+from megatron_autoinstrument.redact import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 Arguments = tuple[Any, ...]
 Function = Callable[..., Any]

@@ -34,11 +34,11 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler
 from megatron_autoinstrument import exporting, ids
 from megatron_autoinstrument.direct import Direct
 from megatron_autoinstrument.metrics import SPANS_DROPPED
-from megatron_autoinstrument.redact import without_secrets
+from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.traces import Traces, trace_id
 from megatron_autoinstrument.version import __version__
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 SCOPE = "megatron_autoinstrument"
 TRACES, METRICS, LOGS = "traces", "metrics", "logs"
@@ -224,8 +224,7 @@ def connect(
         try:
             providers[name] = _provider(_SIGNALS[name], given, new, build)
         except Exception as error:  # noqa: BLE001
-            reason = without_secrets(str(error))
-            _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, reason)
+            _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, error)
     return Connection(providers)
 
 
