@@ -150,6 +150,8 @@ def _text(error: BaseException) -> str:
 
 
 def _full(error: BaseException) -> str:
+    if len(list(_chain(error))) == _MAX_ERRORS:
+        return stack(error)  # Python would write all of the chain
     try:
         lines = traceback.format_exception(type(error), error, _own("__traceback__", error), limit=-2 * _MAX_FRAMES)
         return "".join(lines)

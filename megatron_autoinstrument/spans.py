@@ -435,7 +435,7 @@ class Recorder:
 
     def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
         """What a span says of an exception: its stack, too, where it was raised; its type alone on the spans around."""
-        if isinstance(error, SystemExit) and not error.code:
+        if issubclass(type(error), SystemExit) and not getattr(error, "code", None):
             return None
         # The error's id alone may be another error's by now; one raised inside this record began after it.
         if record.kind is SILENT or (self._reported_error[0] == id(error) and record.start <= self._reported_error[1]):
