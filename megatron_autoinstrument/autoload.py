@@ -31,11 +31,9 @@ class _BeforeMegatron:
             try:
                 call()
             except Exception:
-                import logging
+                from megatron_autoinstrument.redact import get_logger
 
-                logging.getLogger(__name__).warning(
-                    "Could not instrument Megatron; nothing is recorded.", exc_info=True
-                )
+                get_logger(__name__).warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
 
 
 def before_megatron(call: Callable[[], None]) -> _BeforeMegatron:

@@ -3,12 +3,12 @@ installed, named in OTEL_PROPAGATORS, is enough for that, and recording takes no
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from megatron_autoinstrument import ranks
+from megatron_autoinstrument.redact import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 _MESSAGE = "opentelemetry.instrumentation can't be imported, and Megatron is instrumented without it. %s"
 

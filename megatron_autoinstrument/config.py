@@ -3,7 +3,6 @@ setting decides it. A value that can't be used is named in one warning and the d
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields, make_dataclass
@@ -11,8 +10,9 @@ from typing import Any, TypeVar
 
 from megatron_autoinstrument import declarative, groups, ranks, sampling
 from megatron_autoinstrument import environment_variables as names
+from megatron_autoinstrument.redact import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _T = TypeVar("_T")
 _warned: set[tuple[str, str]] = set()
 
@@ -51,6 +51,7 @@ class Config:
     span_groups: frozenset[str]
     metrics: bool
     logs: bool
+    exception_text: bool
     trace_scope: str  # step or run
     sampling_strategy: str | None  # None: the SDK's own
     ab: int  # steps of a block; 0: none
@@ -108,6 +109,7 @@ def from_environment(place: ranks.Rank, warn: bool | None = None, settled: bool 
         span_groups=span_groups if traces else frozenset(),
         metrics=read(names.MEGATRON_OTEL_METRICS_ENABLED, _boolean, True, _BOOLEANS),
         logs=read(names.MEGATRON_OTEL_LOGS_ENABLED, _boolean, False, _BOOLEANS),
+        exception_text=read(names.MEGATRON_OTEL_EXCEPTION_TEXT, _boolean, False, _BOOLEANS),
         trace_scope=read(names.MEGATRON_OTEL_TRACE_SCOPE, _one_of(("step", "run")), "step", "step, run"),
         sampling_strategy=read(
             names.MEGATRON_OTEL_SAMPLING_STRATEGY,

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from megatron_autoinstrument.redact import without_secrets
+from megatron_autoinstrument.redact import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 _READERS = ("opentelemetry.configuration.file", "opentelemetry.sdk._configuration.file")
 _SECTIONS = {"traces": "tracer_provider", "metrics": "meter_provider", "logs": "logger_provider"}
@@ -86,7 +85,7 @@ def _read(path: str) -> _File:
             return _File(problem=_NONE_INSTALLED if known else "This release of OpenTelemetry doesn't read it.")
         return _File(reader, reader.load_config_file(path))
     except Exception as error:  # noqa: BLE001
-        return _File(problem=without_secrets(f"{type(error).__name__}: {error}"))
+        return _File(problem=f"{type(error).__name__}: {error}")
 
 
 def _imported(name: str) -> Any | None:

@@ -4,7 +4,6 @@ what the span itself does. Whoever brings a sampler, a processor or limits of an
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,9 +14,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.trace import Link, SpanContext
 
 from megatron_autoinstrument.ids import PrivateIdGenerator, random_span_id
+from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.sampling import keeps_what_is_inside
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 _PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
 

@@ -33,6 +33,10 @@ MEGATRON_OTEL_METRICS_ENABLED = "MEGATRON_OTEL_METRICS_ENABLED"
 MEGATRON_OTEL_LOGS_ENABLED = "MEGATRON_OTEL_LOGS_ENABLED"
 """1 exports what Python's `logging` handles (default 0)."""
 
+MEGATRON_OTEL_EXCEPTION_TEXT = "MEGATRON_OTEL_EXCEPTION_TEXT"
+"""1 sends the text of exceptions and lines of source (default 0: their types, and functions and lines of their stacks).
+It may hold whatever the program put into it: paths, data, secrets."""
+
 MEGATRON_OTEL_SPAN_GROUPS = "MEGATRON_OTEL_SPAN_GROUPS"
 """Which spans: presets and groups with commas between them, such as `default,microbatch` (default: `default`)."""
 

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
-_logger = logging.getLogger(__name__)
+from megatron_autoinstrument.redact import get_logger
+
+_logger = get_logger(__name__)
 
 _SAID_ONCE = " (Told once: training goes on.)"
 _SAID_ONCE_OF_SPANS = " (Told once: training goes on, and spans that are lost are counted and reported at the end.)"
@@ -103,7 +105,7 @@ class Export(logging.Filter):
             except Exception as error:  # noqa: BLE001
                 # The SDK would log it, each time; a result it doesn't look at.
                 result, self.failing = None, True
-                self._say("failed", "%s", f"{type(error).__name__}: {error}")
+                self._say("failed", "%s: %s", type(error).__name__, error)
         self.sent = 0
         if self.failing:
             self._lost += spans

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import logging
 import os
 import sys
 import threading
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import wrapt
 
-from megatron_autoinstrument import ab, autoload, config, declarative, groups, native, patching, ranks, signals
+from megatron_autoinstrument import ab, autoload, config, declarative, groups, native, patching, ranks, redact, signals
 from megatron_autoinstrument.base import BaseInstrumentor
+from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.spans import RECORDER
 from megatron_autoinstrument.targets import arguments
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_autoinstrument.sdk import Connection
     from megatron_autoinstrument.traces import Traces
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 LEDGER = patching.Ledger(lambda look: _in_turn(lambda: _look(look)))
 
@@ -274,6 +274,7 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
         _stop_comparing()
         _patch(frozenset())
         return
+    redact.with_text = settings.exception_text
     _watch_for_training()
     wanted = {
         **({"traces": given["traces"]} if settings.span_groups else {}),

@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple
 import wrapt
 
 from megatron_autoinstrument import torch_state
+from megatron_autoinstrument.redact import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 Arguments = tuple[Any, ...]
 Function = Callable[..., Any]

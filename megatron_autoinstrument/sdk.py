@@ -36,12 +36,12 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
 from megatron_autoinstrument import declarative, exporting, ids, standard
 from megatron_autoinstrument.metrics import SPANS_DROPPED
-from megatron_autoinstrument.redact import without_secrets
+from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.sampling import drops_what_is_inside
 from megatron_autoinstrument.traces import Traces, trace_id
 from megatron_autoinstrument.version import __version__
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 SCOPE = "megatron_autoinstrument"
 TRACES, METRICS, LOGS = "traces", "metrics", "logs"
@@ -320,8 +320,7 @@ def connect(
         except declarative.LeftOut:
             pass
         except Exception as error:  # noqa: BLE001
-            reason = without_secrets(str(error))
-            _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, reason)
+            _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, error)
     return Connection(providers, instruments, new)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import socket
@@ -24,7 +23,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, NamedTuple
 
-_logger = logging.getLogger(__name__)
+from megatron_autoinstrument.redact import get_logger
+
+_logger = get_logger(__name__)
 
 Leave = Callable[[str, Callable[[], bool]], object]
 

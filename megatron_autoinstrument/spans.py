@@ -13,7 +13,6 @@ import atexit
 import logging
 import os
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
@@ -26,17 +25,17 @@ from opentelemetry import trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
 
-from megatron_autoinstrument import patching
+from megatron_autoinstrument import patching, redact
 from megatron_autoinstrument.finite import finite
 from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
-from megatron_autoinstrument.redact import redacted
+from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.traces import Identity, Traces, span_id
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.sdk import Connection
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 Attributes = Mapping[str, Any]
 Reader = Callable[[Arguments, Mapping[str, Any]], Any]
@@ -56,7 +55,6 @@ THREAD = "megatron-autoinstrument"
 MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
 _DRAIN_INTERVAL_S = 0.5
 _OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take all the rest
-_MAX_TEXT = 32_768  # characters of an error's message, and of its stack trace: collectors refuse large batches
 _FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
 
 
@@ -519,22 +517,17 @@ class Recorder:
             self._end(span, ended + record.offset)
 
     def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
-        """What a span says of an exception: all of it where it was raised, its type on the spans around."""
-        if isinstance(error, SystemExit) and not error.code:
+        """What a span says of an exception: its stack, too, where it was raised; its type alone on the spans around."""
+        if issubclass(type(error), SystemExit) and not getattr(error, "code", None):
             return None
-        kind = type(error)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         # The error's id alone may be another error's by now; one raised inside this record began after it.
         if record.kind is SILENT or (self._reported_error[0] == id(error) and record.begun <= self._reported_error[1]):
-            return {"exception.type": name}
+            return {"exception.type": redact.type_name(error)}
         self._reported_error = (id(error), record.begun)
-        return {
-            "exception.type": name,
-            "exception.message": redacted(_text(error)[:_MAX_TEXT]),
-            "exception.stacktrace": redacted(
-                "".join(traceback.format_exception(kind, error, error.__traceback__))[-_MAX_TEXT:]
-            ),
-        }
+        try:
+            return redact.described(error)
+        except Exception:  # noqa: BLE001
+            return {"exception.type": redact.type_name(error)}  # raised where the stack is all but used up, perhaps
 
     # ------------------------------------------------------------------------------------------ work in the background
 
@@ -909,13 +902,6 @@ class _Thread:
             self._failed = True
             return False
         return True
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001
-        return "<its text could not be had>"
 
 
 def _context_of(parent: SpanContext | None) -> context_api.Context:

@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
-_logger = logging.getLogger(__name__)
+from megatron_autoinstrument.redact import get_logger
+
+_logger = get_logger(__name__)
 
 _MOST = 2**31 - 1  # what a wait in milliseconds and a length can be everywhere
 

@@ -7,14 +7,15 @@ answer waits a bounded time and goes on without one.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-_logger = logging.getLogger(__name__)
+from megatron_autoinstrument.redact import get_logger
+
+_logger = get_logger(__name__)
 
 _PREFIX = "megatron_autoinstrument"
 _PATIENCE_S = 5.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron_autoinstrument import autoload, config, ranks
 from megatron_autoinstrument.base import BaseInstrumentor
+from megatron_autoinstrument.redact import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 reason = ""
 """Why it can't be done: the package sets it."""

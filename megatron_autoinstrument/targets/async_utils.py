@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.semconv import ASYNC
 from megatron_autoinstrument.spans import RECORDER, Record
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 def _finished(writes: list[Record]) -> None:

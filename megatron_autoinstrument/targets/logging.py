@@ -6,17 +6,20 @@ where there is none.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_autoinstrument import redact
 from megatron_autoinstrument.finite import finite_log
 from megatron_autoinstrument.groups import LOGS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.spans import RECORDER, THREAD
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 # The exporter's own records, and those of what it exports with, would feed on themselves.
 _OURS = ("opentelemetry", "megatron_autoinstrument", "grpc", "urllib3", "requests")
@@ -39,7 +42,7 @@ def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
             return
         here.busy = True
         try:
-            handler.emit(finite_log(record))
+            handler.emit(finite_log(_without_exception(record) if record.exc_info else record))
         except Exception as error:  # noqa: BLE001
             # One that can't be formatted, or a processor of somebody's; the others are recorded all the same.
             if not failed:
@@ -49,6 +52,16 @@ def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
             here.busy = False
 
     return Hook(begin, lambda token, result, error: None)
+
+
+def _without_exception(record: logging.LogRecord) -> logging.LogRecord:
+    """A copy with what may leave of its exception, in the attributes that the SDK's handler would take from it."""
+    error = record.exc_info[1] if record.exc_info else None
+    record = copy.copy(record)
+    record.exc_info = record.exc_text = None
+    if error is not None:
+        vars(record).update(redact.described(error))
+    return record
 
 
 SEAMS = (Seam("logging", "Logger.callHandlers", {LOGS}, _call_handlers),)

@@ -17,6 +17,7 @@ def test_defaults(alone):
         export_sample_rate=1.0,
         span_groups=groups.PRESETS["default"],
         metrics=True,
+        exception_text=False,
         logs=False,
         trace_scope="step",
         sampling_strategy=None,

@@ -18,7 +18,7 @@ CONTRACT = tomllib.loads((ROOT / "fixtures" / "telemetry.toml").read_text())
 UNPROVEN = tomllib.loads((ROOT / "fixtures" / "unproven.toml").read_text())
 BEYOND = {"megatron.save_checkpoint.async_write", "megatron.data_loading"}
 METRICS_BEYOND = {"megatron.training.nonfinite_iters"}
-VARIABLES_BEYOND = {"MEGATRON_OTEL_TRACE_SCOPE", "MEGATRON_OTEL_AB"}
+VARIABLES_BEYOND = {"MEGATRON_OTEL_TRACE_SCOPE", "MEGATRON_OTEL_AB", "MEGATRON_OTEL_EXCEPTION_TEXT"}
 
 
 def test_the_groups_are_the_contracts():

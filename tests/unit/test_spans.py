@@ -222,8 +222,9 @@ def test_an_exception_is_recorded_once_where_it_was_raised_and_marks_the_spans_a
             "inner": 1,
         }
         (event,) = got["inner"].events
-        assert event.attributes["exception.message"] == "bad"
-        assert "raise ValueError" in event.attributes["exception.stacktrace"]
+        assert "exception.message" not in event.attributes
+        assert event.attributes["exception.stacktrace"].endswith("ValueError")
+        assert "bad" not in event.attributes["exception.stacktrace"]
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, "UNSET"), (None, "UNSET"), (1, "ERROR")])
