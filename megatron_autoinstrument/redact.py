@@ -34,9 +34,13 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRET = {"PWD", "OLDPWD"}
-_VALUE = r"\"(?:\\.|[^\"\\])*\"?|'(?:\\.|[^'\\])*'?|[^\s,;&\"'(){}\[\]]+"
-_KEY_AND_VALUE = re.compile(rf"(?P<key>[\w.\-]+)(?P<between>[\"']?\s*(?:[=:]|=>)\s*)(?P<value>{_VALUE})")
-_FLAG_AND_VALUE = re.compile(rf"(?P<key>(?<!\S)--?[\w\-]+)(?P<between>\s+)(?P<value>{_VALUE})")
+_VALUE = (
+    r"\"(?:[^\"]|(?<=\\)\")*\"?|'(?:[^']|(?<=\\)')*'?"
+    r"|(?:(?:token|bearer|basic|digest)\s+)?[^\s,;&\"'(){}\[\]]+"
+)
+_KEY = rf"(?i)(?P<key>(?<![\w.\-])(?=[\w.\-]{{0,100}}?(?:{_SECRET.pattern}))[\w.\-]{{1,200}})"
+_KEY_AND_VALUE = re.compile(rf"{_KEY}(?P<between>[\"']?\s*(?:=>|[=:])(?:\s|\\[nrt])*)(?P<value>{_VALUE})")
+_FLAG_AND_VALUE = re.compile(rf"{_KEY.replace('?P<key>', '?P<key>(?=-)')}(?P<between>\s+)(?P<value>{_VALUE})")
 _IN_URL = re.compile(r"(?<=://)(?P<value>[^\s\"'<>]+)@")
 _AFTER_SCHEME = re.compile(
     r"(?P<key>\b(?:bearer|basic|digest))(?P<between>\s+)(?P<value>[\w+/=.~\-]{4,})", re.IGNORECASE
