@@ -41,13 +41,14 @@ _VALUE = (
 _KEY = rf"(?i)(?P<key>(?<![\w.\-])(?=[\w.\-]{{0,100}}?(?:{_SECRET.pattern}))[\w.\-]{{1,200}})"
 _KEY_AND_VALUE = re.compile(rf"{_KEY}(?P<between>[\"']?\s*(?:=>|[=:])(?:\s|\\[nrt])*)(?P<value>{_VALUE})")
 _FLAG_AND_VALUE = re.compile(rf"{_KEY.replace('?P<key>', '?P<key>(?=-)')}(?P<between>\s+)(?P<value>{_VALUE})")
-_IN_URL = re.compile(r"(?<=://)(?P<value>[^\s\"'<>]+)@")
+_IN_URL = re.compile(r"(?<=://)(?P<value>[^\s\"'<>]{1,1000})@")
 _AFTER_SCHEME = re.compile(
     r"(?P<key>\b(?:bearer|basic|digest))(?P<between>\s+)(?P<value>[\w+/=.~\-]{4,})", re.IGNORECASE
 )
 _TOKEN = re.compile(
     r"\b(?:eyJ|[spr]k[-_]|gh[a-z]_|github_pat_|glpat-|hf_|AKIA|ASIA|AIza|ya29\.|xox[a-z]-|npm_|pypi-|nvapi-|SG\.)[\w.+/=\-]{8,}"
-    r"|(?<![\w/.])(?=[\w+/=\-]*\d)(?=[\w+/=\-]*[A-Za-z])[\w+/=\-]{32,}"
+    # Of a run of such characters each is looked at once: nobody waits for this who raises an error of 40,000 of them.
+    r"|(?<![\w+/=\-.])(?=[\w+/=\-]*\d)(?=[\w+/=\-]*[A-Za-z])[\w+/=\-]{32,}"
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [^-]+-----.*?(?:-----END [^-]+-----|\Z)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w./])(?:/|[A-Za-z]:\\|~/)[^\s\"'<>:,;()\[\]{}]+")
@@ -203,7 +204,7 @@ def _told_by_name() -> Iterator[tuple[str, str]]:
     """The variables and the words of the command line, each with its name."""
     yield from os.environ.items()
     for words in (sys.argv[1:], sys.orig_argv[1:]):
-        for word, following in zip(words, [*words[1:], ""], strict=True):
+        for word, following in zip(words, [*words[1:], ""], strict=False):
             name, equals, value = word.partition("=")
             if equals:
                 yield name.lstrip("-"), value
