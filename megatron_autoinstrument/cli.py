@@ -95,8 +95,8 @@ def report(spans: list[ReceivedSpan], iteration: int | None = None) -> Iterator[
     yield from _timeline([step for step in steps if step.attributes["megatron.iteration"] == shown], shown)
     yield from _breakdown(steps, known)
     yield ""
-    yield "A P2P span lasts as long as Megatron waits in it: for the neighbour, and on a GPU by default for all that the"
-    yield "stage has queued. The rest includes Megatron's own barriers."
+    yield "A P2P span includes its waits: for the neighbour, and on a GPU by default for all that the stage has queued."
+    yield "The rest includes Megatron's own barriers."
     yield "To send the same spans to your own backend, set OTEL_EXPORTER_OTLP_ENDPOINT and leave this command out."
 
 

@@ -39,7 +39,7 @@ class Mixer(torch.nn.Module):
 
 
 class Norm(torch.nn.LayerNorm):
-    def __init__(self, config, hidden_size, eps):
+    def __init__(self, config, hidden_size, eps=1e-5):
         super().__init__(hidden_size, eps)
 
 
