@@ -30,7 +30,7 @@ class _BeforeMegatron:
             call, self.call = self.call, None
             try:
                 call()
-            except Exception:
+            except Exception:  # noqa: BLE001
                 from megatron_autoinstrument.redact import get_logger
 
                 get_logger(__name__).warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)

@@ -83,10 +83,10 @@ def test_the_standard_sampler_variables_are_followed():
 
 
 def test_our_provider_has_no_unbounded_shutdown_at_exit_left():
-    # Nobody listens: the stock SDK's own shutdown alone waits longer than this.
+    # Nobody listens: the stock SDK's own shutdown alone waits for 6 s.
     out, _ = fresh_process(
         "import atexit, time\n"
-        "atexit.register(lambda: print(time.monotonic() - start < 1))\n"
+        "atexit.register(lambda: print(time.monotonic() - start < 4))\n"
         + CONNECT.format(exporter="otlp")
         + "connection.tracer.start_span('x').end()\nstart = time.monotonic()",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",

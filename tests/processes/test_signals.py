@@ -52,6 +52,8 @@ def soon(call, seconds=0.5):
     timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()
+
+say("AT", time.monotonic())
 """
 
 
@@ -71,9 +73,11 @@ SIGNALS = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGA
 
 
 def run(code):
-    started = time.monotonic()
+    """What the process did and printed, and how long it took without its imports."""
     done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=50)
-    return done, set(done.stdout.splitlines()), time.monotonic() - started
+    ended = time.monotonic()  # of one clock in all processes
+    start, *lines = done.stdout.splitlines()
+    return done, set(lines), ended - float(start.removeprefix("AT "))
 
 
 # {n} is the signal's number. SIGINT is by default where it is set so: Python's own handler raises.
@@ -126,11 +130,10 @@ def of_each_signal():
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("what", ["by default", "by default, in C"])
 def test_a_signal_whose_default_action_ends_a_process_ends_it_all_the_same_and_loses_nothing(what, name):
-    done, printed, took = of_each_signal()[what, name].result()
+    done, printed, _ = of_each_signal()[what, name].result()
     assert done.returncode == -getattr(signal, name), done.stderr
     assert printed == lines(name)
     assert not done.stderr
-    assert took < 20
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -334,7 +337,7 @@ except SystemExit as error:
         (20, "soon(end, 1); end()"),
         (20, "soon(end, 0.1); soon(end, 1); soon(end, 2); stuck()"),
         # At exit, it doesn't wait anew.
-        (1.5, "soon(end, 1); sys.exit()"),
+        (1.5, "soon(end, 0.5); sys.exit()"),
     ],
 )
 def test_the_wait_for_an_exporter_that_hangs_has_a_bound(bound, code):
@@ -363,7 +366,7 @@ for wait in [0] * 50 + [0.1]:
     os.kill(child, number)
     started = time.monotonic()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5  # it would wait for 10
 say("alive")
 """
     done, lines, _ = run(code)
@@ -391,7 +394,10 @@ for prepare in (lambda: None, lambda: faulthandler.register(signal.SIGTERM), the
         install()
         assert state() != before
         TERMINATION.uninstall()
-        assert state() == before, (before, state())
+        deadline = time.monotonic() + 20
+        while (after := state()) != before and time.monotonic() < deadline:
+            pass  # our thread is still ending
+        assert after == before, (before, after)
 """
     done, _, _ = run(code)
     assert done.returncode == 0, done.stderr

@@ -167,20 +167,19 @@ def test_uninstrumented_in_mid_run_training_does_not_wait_for_the_exporter(
 ):
     training = fake_module("megatron.training.training", "def train(inside):\n    inside()\n    inside()\n" + SOURCE)
     export, go_on = exporter.export, threading.Event()
-    monkeypatch.setattr(exporter, "export", lambda spans: (go_on.wait(10), export(spans))[1])
-    took = []
+    monkeypatch.setattr(exporter, "export", lambda spans: (go_on.wait(60), export(spans))[1])
+    exported = []
 
     def step():
         if megatron.is_instrumented_by_opentelemetry:
             instrumentor.RECORDER.end(instrumentor.RECORDER.begin("megatron.microbatch.forward", "frequent"))
-            start = time.monotonic()
             megatron.uninstrument()
-            took.append(time.monotonic() - start)
+            exported.extend(exporter.get_finished_spans())
         go_on.set()
 
     megatron.instrument(tracer_provider=provider)
     training.train(step)
-    assert took[0] < 1
+    assert not exported
     assert set(spans(exporter)) == {"megatron.microbatch.forward", "megatron.train"}
 
 
@@ -219,6 +218,9 @@ def test_switched_at_any_time_by_threads_and_signals_training_goes_on_and_no_rec
     end = time.monotonic() + 0.5
     switches = 0
 
+    def goes_on():  # longer on a busy machine
+        return time.monotonic() < end + (0 if switches > 20 else 60)
+
     def switch(draw):
         nonlocal switches
         switches += 1
@@ -231,18 +233,18 @@ def test_switched_at_any_time_by_threads_and_signals_training_goes_on_and_no_rec
 
     def run(seed):
         draw = random.Random(seed)
-        while time.monotonic() < end:
+        while goes_on():
             time.sleep(draw.random() * 0.002)
             switch(draw)
 
     def alarm(number, frame, draw=random.Random(2)):  # noqa: B008
         switch(draw)
-        if time.monotonic() < end:
+        if goes_on():
             signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.004))
 
     def steps():
         step = 0
-        while time.monotonic() < end:
+        while goes_on():
             step += 1
             yield step
 

@@ -777,7 +777,7 @@ def test_a_call_that_has_begun_when_its_function_is_found_replaced_is_named(modu
     ledger.install([seam("step", hook, looks="first"), seam("run", hook)], ALL)
     exec("def run():\n    step(1)\n    step(2)\n", vars(module))
     module.run()
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "megatron.fake.run was replaced right before this call of it, which is not recorded."
     ]
     assert len(calls) == 4
