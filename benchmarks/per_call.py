@@ -75,6 +75,14 @@ class P2PCommunicator:
     def recv_forward(self, tensor_shapes, is_first_stage): pass
     def send_forward(self, output_tensors, is_last_stage): pass
     def send_forward_recv_backward(self, output_tensors, tensor_shapes, is_last_stage): pass
+    def recv_backward(self, tensor_shapes, is_last_stage): pass
+    def send_backward(self, input_tensor_grads, is_first_stage): pass
+    def send_backward_recv_forward(self, input_tensor_grads, tensor_shapes, is_first_stage): pass
+    def send_forward_recv_forward(self, output_tensor, recv_prev, tensor_shape, overlap_p2p_comm=False): pass
+    def send_backward_recv_backward(self, input_tensor_grad, recv_next, tensor_shape, overlap_p2p_comm=False): pass
+    def send_forward_backward_recv_forward_backward(
+        self, output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape
+    ): pass
 """,
     "megatron.core.distributed.distributed_data_parallel": """
 class DistributedDataParallel:

@@ -307,20 +307,19 @@ def connect(
         service_name: What a flag calls the service; it wins over everything else.
         sampler: The sampler of a tracer provider of ours, in place of OTEL_TRACES_SAMPLER's.
     """
-    if build:
-        standard.tidy()
     new = _New(exporter, attributes, service_name, sampler)
     providers: dict[str, Any] = {}
     instruments: dict[str, Any] = {}
-    for name, given in wanted.items():
-        try:
-            provider = _provider(_SIGNALS[name], given, new, build)
-            instruments[name] = _SIGNALS[name].instrument(provider)
-            providers[name] = provider
-        except declarative.LeftOut:
-            pass
-        except Exception as error:  # noqa: BLE001
-            _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, error)
+    with standard.tidied() if build else nullcontext():
+        for name, given in wanted.items():
+            try:
+                provider = _provider(_SIGNALS[name], given, new, build)
+                instruments[name] = _SIGNALS[name].instrument(provider)
+                providers[name] = provider
+            except declarative.LeftOut:
+                pass
+            except Exception as error:  # noqa: BLE001
+                _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, error)
     return Connection(providers, instruments, new)
 
 
@@ -415,10 +414,11 @@ def _build(signal: _Signal, new: _New) -> Any:
             _silent_in_children(exporting.exporter_of(holder))
         atexit.unregister(provider.shutdown)  # it has no bound; our own exit has
     else:
-        kinds = [
-            _component(f"{signal.name}_exporter", _entry_point(name, signal.name))
-            for name in _exporters(signal.name, new.exporter)
-        ]
+        with standard.told_once():  # to import the SDK's logs makes a resource
+            kinds = [
+                _component(f"{signal.name}_exporter", _entry_point(name, signal.name))
+                for name in _exporters(signal.name, new.exporter)
+            ]
         with standard.told_once():
             exporters = [_silent_in_children(kind()) for kind in kinds]
             ids.keep_random_state_in_retries()  # before a reader's thread may export

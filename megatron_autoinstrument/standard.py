@@ -28,16 +28,28 @@ _NUMBERS = (
 _PROVIDER = re.compile(r"OTEL_PYTHON_((?:TRACER|METER|LOGGER)_PROVIDER)")
 
 
-def tidy() -> None:
-    """Takes those out of the environment that count as unset, and those that can't be used, which it names."""
+_named: set[tuple[str, str]] = set()
+
+
+@contextlib.contextmanager
+def tidied() -> Iterator[None]:
+    """Has the environment lack those that count as unset, and those that can't be used, which are named once."""
+    unusable = {}
     for name, value in list(os.environ.items()):
         if not name.startswith("OTEL_"):
             continue
         allowed = _allowed(name, value.strip()) if value.strip() else ""
-        if allowed:
+        if allowed and (name, value) not in _named:
+            _named.add((name, value))
             _logger.warning("%s=%.200r is ignored. Allowed: %s.", name, value, allowed)
         if allowed is not None:
+            unusable[name] = value
             os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name, value in unusable.items():
+            os.environ.setdefault(name, value)  # other programs that this process starts read it in their own way
 
 
 def _allowed(name: str, value: str) -> str | None:

@@ -140,16 +140,16 @@ def result(code, *arguments):
         env={**environment, "PYTHONPATH": f"{ROOT / 'fixtures'}", "MEGATRON_OTEL_SPAN_GROUPS": "all"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
 def test_a_restart_raised_into_any_line_leaves_nothing_behind_in_the_next_run():
-    """At every fifth point, which changes with the code; all of them take two minutes, and have passed."""
-    found = result(EACH_POINT, 0, 5)
-    assert found["points"] > 150
+    """At every twentieth point, which changes with the code: all of them take minutes."""
+    found = result(EACH_POINT, 0, 20)
+    assert found["points"] > 50
     assert found["spans"] > 100
     assert not found["wrong"]
     assert found["records"] < 20  # not some of each run
