@@ -32,7 +32,7 @@ ALL_SIGNALS = {
 
 @cache
 def faulty():
-    run = train(*OPTIONS, script=SCRIPTS / "with_every_fault.py", environment=ALL_SIGNALS)
+    run = train(*OPTIONS, script=SCRIPTS / "with_every_fault.py", environment=ALL_SIGNALS, timeout_s=900)
     assert run.status == 0, run.output[-3000:]
     return run
 
