@@ -42,7 +42,7 @@ def state():
 def behaviour():
     """What differs between each replaced thing and its original, to whoever copies, pickles or inspects it."""
     problems = []
-    for holder, name, original, replacement, _ in instrumentor.LEDGER._replacements:
+    for _, holder, name, original, replacement, _ in instrumentor.LEDGER._replacements:
         where = f"{holder.__name__}.{name}"
         if inspect.signature(replacement) != inspect.signature(original):
             problems.append(f"{where}: signature")
