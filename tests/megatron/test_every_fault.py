@@ -13,7 +13,8 @@ OPTIONS = (
 # them.
 ONCE = {"autoload.py:forget", "metrics.py:_create", "ranks.py:records.<locals>.<genexpr>"}
 ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of", "direct.py:Direct.end"}
-ONCE |= {"spans.py:Recorder._hand_on"}  # each half second, which may be in another step
+ONCE |= {"spans.py:Recorder._hand_on", "spans.py:Recorder._start"}  # each half second, which may be in another step
+ONCE |= {"spans.py:Record.anchor"}  # under megatron.train alone, whose record an earlier fault may have ended
 # What fails in our own threads is told once in a process, not each time.
 IN_OUR_THREADS = re.compile(
     r"exporting\.py:|sdk\.py:|signals\.py:(Termination\.(_watch|_is_current|_ends|_flush)|_next|_set_action)$|"

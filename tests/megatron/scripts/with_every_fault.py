@@ -12,7 +12,7 @@ import types
 
 import pretrain_tiny_gpt
 
-from megatron_autoinstrument import MegatronInstrumentor, direct, sdk
+from megatron_autoinstrument import MegatronInstrumentor, direct, instrumentor, sdk
 from megatron_autoinstrument.spans import RECORDER
 
 LOOKING = 4  # steps, an evaluation among them
@@ -119,6 +119,7 @@ def boundary():
     messages.clear()
     direct._given_up = False  # as in a process of its own
     sdk._told.clear()
+    instrumentor.LEDGER._named.clear()
     if left:
         current = left.pop(0)
         sys.monitoring.set_local_events(TOOL, current, EVENT)
