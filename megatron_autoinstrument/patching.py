@@ -284,7 +284,7 @@ class Ledger:
                 delattr(holder, name)
             else:
                 setattr(holder, name, original)
-        _rebind({id(patch.wrapper): patch.original for patch in self._made()})
+        self._rebind({id(patch.wrapper): patch.original for patch in self._made()})
 
     def silence(self) -> None:
         """Makes every wrapper pass through, and leaves it in place."""
@@ -428,22 +428,37 @@ class Ledger:
         return list(self._patches.values())  # a copy: a thread that imports may add to it
 
     def _rebind_to_wrappers(self) -> None:
-        _rebind({id(patch.original): patch.wrapper for patch in self._made() if patch.hook is not None})
+        self._rebind({id(patch.original): patch.wrapper for patch in self._made() if patch.hook is not None})
+
+    def _rebind(self, new: Mapping[int, Any]) -> None:
+        homes = {patch.seam.home for patch in self._made() if patch.seam.home}
+        _rebind(new, {home.rsplit(".", depth)[0] for home in homes for depth in range(home.count(".") + 1)})
 
 
-def _rebind(new: Mapping[int, Any]) -> None:
-    """Gives the names that any loaded module has made by `from X import f` the function that X has now."""
+# They bind nothing of Megatron's, and are three quarters of all that is loaded.
+_APART = sys.stdlib_module_names | {"torch", "torchgen", "functorch", "sympy", "mpmath", "numpy", "scipy", "triton"}
+
+
+def _rebind(new: Mapping[int, Any], also: Set[str]) -> None:
+    """Gives the names that any loaded module has made by `from X import f` the function that X has now.
+
+    Args:
+        new: The functions, by the ids of what they replace.
+        also: Modules to look at although they are of packages that bind nothing of Megatron's.
+    """
     ids = set(new)
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _APART and name not in also:
+            continue
         # Whatever else is asked of a lazy module loads it.
         if not issubclass(type(module), ModuleType):
             continue
         namespace = object.__getattribute__(module, "__dict__")
         if ids.isdisjoint(map(id, list(namespace.values()))):  # a tenth of the time of a loop
             continue
-        for name, value in list(namespace.items()):
+        for bound, value in list(namespace.items()):
             if id(value) in new:
-                namespace[name] = new[id(value)]
+                namespace[bound] = new[id(value)]
 
 
 def _name_running(found: list[_Replacement]) -> None:
