@@ -14,6 +14,7 @@ import pretrain_tiny_gpt
 
 from megatron_autoinstrument import MegatronInstrumentor, direct, instrumentor, sdk
 from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.targets import arguments
 
 LOOKING = 4  # steps, an evaluation among them
 # The guards themselves: what they call is what they guard.
@@ -119,7 +120,8 @@ def boundary():
     messages.clear()
     direct._given_up = False  # as in a process of its own
     sdk._told.clear()
-    instrumentor.LEDGER._named.clear()
+    for ledger in (instrumentor.LEDGER, arguments._LEDGER):
+        ledger._named.clear()
     if left:
         current = left.pop(0)
         sys.monitoring.set_local_events(TOOL, current, EVENT)
