@@ -17,6 +17,7 @@ ONCE |= {"spans.py:Recorder._hand_on", "spans.py:Recorder._start"}  # each half 
 ONCE |= {"spans.py:Record.anchor"}  # under megatron.train alone, whose record an earlier fault may have ended
 # What fails in our own threads is told once in a process, not each time.
 IN_OUR_THREADS = re.compile(
+    r"autoload\.py:_BeforeMegatron\.find_spec$|"  # fails an import, which is told by whoever imports
     r"exporting\.py:|sdk\.py:|signals\.py:(Termination\.(_watch|_is_current|_ends|_flush)|_next|_set_action)$|"
     r"ids\.py:(PrivateIdGenerator|keep_random)|direct\.py:|sampling\.py:|traces\.py:|"
     r"spans\.py:(Recorder\.(flush\.|drain|_emit|_start|_place|_hand_o|_is_lost|_lost|_count_lost|_certainly_lost|"
