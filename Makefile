@@ -35,6 +35,10 @@ benchmark: $(VENV)/megatron $(VENV)/installed $(VENV)/nemo-lens
 device-check: $(VENV)/megatron $(VENV)/installed
 	$(BIN)/python tests/device/check.py
 
+# Real runs wait for each other, for collectors and for time to pass: two of them at once leave neither core idle. No test
+# needs a quiet machine.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+
 test: lint test-unit test-processes test-megatron
 
 test-unit: $(VENV)/installed
@@ -42,16 +46,16 @@ test-unit: $(VENV)/installed
 
 # What takes processes of its own, and signals: no torch either, but half a minute.
 test-processes: $(VENV)/installed $(VENV)/otel-oldest $(VENV)/vendors $(VENV)/otlp-$(OTLP)
-	$(BIN)/python -m pytest tests/processes
+	$(PYTEST) tests/processes
 
 test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest $(patsubst %,$(VENV)/megatron-%,$(OTHERS) $(CORE_ALONE))
-	$(BIN)/python -m pytest tests/megatron
+	$(PYTEST) tests/megatron
 
 # All scenarios on every Megatron, and the unit tests on every Python.
 test-all: test test-matrix $(patsubst %,$(VENV)/otlp-%,$(OTHER_OTLP))
-	TEST_OTLP="$(patsubst %,$(CURDIR)/$(VENV)/otlp-%,$(OTHER_OTLP))" $(BIN)/python -m pytest tests/processes/test_retries.py
+	TEST_OTLP="$(patsubst %,$(CURDIR)/$(VENV)/otlp-%,$(OTHER_OTLP))" $(PYTEST) tests/processes/test_retries.py
 	for version in $(OTHERS); do \
-	  TEST_MEGATRON=$(CURDIR)/$(VENV)/megatron-$$version $(BIN)/python -m pytest tests/megatron \
+	  TEST_MEGATRON=$(CURDIR)/$(VENV)/megatron-$$version $(PYTEST) tests/megatron \
 	    $(patsubst %,--ignore tests/megatron/test_%.py,versions layers in_place_of_functions own_loop) || exit 1; \
 	done
 

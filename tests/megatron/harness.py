@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -143,14 +145,20 @@ def train(
 
 def _places(ranks: int) -> list[dict[str, str]]:
     """The variables that tell each of so many ranks its place."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     return [
         {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
         for rank in range(ranks)
     ]
+
+
+def _free_port() -> int:
+    """Of those that the kernel gives to nobody by itself: one of its own might be a client's before rank 0 has it."""
+    while True:
+        port = secrets.choice(range(15_000, 30_000))
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _run(

@@ -7,6 +7,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import opentelemetry.sdk
 import pytest
 from harness import EVERYTHING, INSTRUMENT, PLAIN, PTH, SCRIPTS, plain_losses, train
 from test_spans_of_a_run import Scenario, expected
@@ -71,6 +72,24 @@ def test_nonsense_in_every_variable_is_named_once_and_changes_nothing():
         "megatron.evaluate.step": 8,
     }
     assert run.losses == plain_losses(ranks=1)
+
+
+# With each of them alone, and with more values, on a Megatron without tensors: tests/processes/test_opentelemetry_settings.py.
+@pytest.mark.parametrize("value", ["", NONSENSE, "%s%n\x01\x1b[31m" + "x,=;" * 3000, "-1"])
+def test_whatever_all_variables_of_opentelemetrys_hold_training_is_the_same(value):
+    site = Path(next(iter(opentelemetry.sdk.__path__))).parent
+    sources = "".join(file.read_text() for file in site.rglob("*.py"))
+    known = set(re.findall(r"""["'](OTEL_[A-Z0-9_]+[A-Z0-9])["']""", sources))
+    assert len(known) > 60
+    wrong = dict.fromkeys(known, value)
+    if not value:  # these two would have the API itself fail, whoever imports it; the receiver is at the third
+        for name in ("OTEL_PROPAGATORS", "OTEL_PYTHON_CONTEXT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+            del wrong[name]
+    run = train(ranks=1, way=PTH, environment={**ALL_SIGNALS, **wrong})
+    assert run.status == 0, run.output[-3000:]
+    assert run.losses == plain_losses(ranks=1)
+    assert run.counts(0)["megatron.train_step"] == (0 if value else 6)
+    assert len(re.findall(r"can't be imported|could not be set up|No (?:traces|metrics|logs) are", run.output)) <= 3
 
 
 def test_turned_off_by_opentelemetrys_own_list_nothing_of_megatron_is_recorded():

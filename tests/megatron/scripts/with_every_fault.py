@@ -109,14 +109,16 @@ def boundary():
         for code in ours():
             sys.monitoring.set_local_events(TOOL, code, 0)
         left.extend(running)
+    before = hits.get(name_of(current), 0) if current is not None else None
+    MegatronInstrumentor().uninstrument()
     if current is not None:
-        MegatronInstrumentor().uninstrument()
         sys.monitoring.set_local_events(TOOL, current, 0)
         name, said = name_of(current), list(messages)
         say(f"FAULT {name} hit={hits.get(name, 0)} said={len(said)} {said[:1]}")
         current = None
-        MegatronInstrumentor().instrument()
-    MegatronInstrumentor().uninstrument()
+        if hits.get(name, 0) != before:  # what failed meanwhile may be half done
+            MegatronInstrumentor().instrument()
+            MegatronInstrumentor().uninstrument()
     messages.clear()
     direct._given_up = False  # as in a process of its own
     sdk._told.clear()
