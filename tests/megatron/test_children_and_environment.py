@@ -74,7 +74,7 @@ def test_nonsense_in_every_variable_is_named_once_and_changes_nothing():
     assert run.losses == plain_losses(ranks=1)
 
 
-# With each of them alone, and with more values, on a Megatron without tensors: tests/processes/test_opentelemetry_settings.py.
+# Each of them alone, on a Megatron without tensors: tests/processes/test_opentelemetry_settings.py.
 @pytest.mark.parametrize("value", ["", NONSENSE, "%s%n\x01\x1b[31m" + "x,=;" * 3000, "-1"])
 def test_whatever_all_variables_of_opentelemetrys_hold_training_is_the_same(value):
     site = Path(next(iter(opentelemetry.sdk.__path__))).parent
