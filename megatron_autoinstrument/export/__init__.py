@@ -1,0 +1,1 @@
+"""How what was recorded leaves the process."""

@@ -1,0 +1,1 @@
+"""What the training thread does when a call begins and ends."""
