@@ -17,7 +17,7 @@ from functools import partial
 from math import inf
 
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -159,7 +159,7 @@ class Encoding(SpanExporter):
 
     def export(self, spans):
         Encoding.exported += len(spans)
-        encode_spans(spans).SerializeToString()
+        trace_exporter.encode_spans(spans).SerializeToString()
         return SpanExportResult.SUCCESS
 
 

@@ -34,7 +34,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
-from megatron_autoinstrument import declarative, exporting, ids, standard
+from megatron_autoinstrument import declarative, encode, exporting, ids, standard
 from megatron_autoinstrument.metrics import SPANS_DROPPED
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.sampling import drops_what_is_inside
@@ -43,7 +43,7 @@ from megatron_autoinstrument.version import __version__
 
 _logger = get_logger(__name__)
 
-SCOPE = "megatron_autoinstrument"
+SCOPE = encode.SCOPE
 TRACES, METRICS, LOGS = "traces", "metrics", "logs"
 
 _RANDOM_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"  # the SDK's own instance id
@@ -159,6 +159,7 @@ class Connection:
         """
         try:
             ids.keep_random_state_in_retries()
+            encode.install()
             self.direct.look()
             self._look_behind()
             self.drops_whole_traces = drops_what_is_inside(self._sampler)

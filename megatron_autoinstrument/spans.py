@@ -513,6 +513,8 @@ class Recorder:
         if hold:
             record.ended = ended  # before another thread may release it
             self._held = record
+            if not self._holds:  # since a moment ago: whoever said so may have looked before it was there
+                self.release()
         else:
             self._end(span, ended + record.offset)
 

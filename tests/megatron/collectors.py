@@ -73,8 +73,8 @@ def slow() -> Iterator[Endpoint]:
 
 @contextmanager
 def rejecting_by_size() -> Iterator[Endpoint]:
-    """Takes no message of more than 1000 bytes: RESOURCE_EXHAUSTED."""
-    with _serving(lambda request: None, ("grpc.max_receive_message_length", 1000)) as (endpoint, _):
+    """Takes no message of more than 500 bytes, which is less than a resource: RESOURCE_EXHAUSTED."""
+    with _serving(lambda request: None, ("grpc.max_receive_message_length", 500)) as (endpoint, _):
         yield endpoint
 
 

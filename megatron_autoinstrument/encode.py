@@ -1,0 +1,249 @@
+"""From spans of this package to the bytes of OTLP's ExportTraceServiceRequest, by joins of what is known beforehand.
+
+The exporters of OpenTelemetry encode by a function `encode_spans`, which builds a message of protobuf for each part of
+a span: two thirds of all that a span costs. Here most bytes of a span are those of the one before.
+https://github.com/open-telemetry/opentelemetry-proto/blob/v1.5.0/opentelemetry/proto/trace/v1/trace.proto
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from struct import Struct, error
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from megatron_autoinstrument import patching
+from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.version import __version__
+
+_logger = get_logger(__name__)
+
+SCOPE = "megatron_autoinstrument"
+"""The name of this package's instrumentation scope."""
+
+# Tags of protobuf: the number of a field, shifted by three, and its wire type; of bytes of a known length, that too.
+_TRACE_ID, _SPAN_ID, _PARENT_ID, _NAME, _INTERNAL = b"\x0a\x10", b"\x12\x08", b"\x22\x08", 0x2A, b"\x30\x01"
+_START, _END, _ATTRIBUTE, _LINK = b"\x39", b"\x41", 0x4A, b"\x6a\x21"
+_STATUS = {StatusCode.UNSET: b"\x7a\x00", StatusCode.OK: b"\x7a\x02\x18\x01", StatusCode.ERROR: b"\x7a\x02\x18\x02"}
+# OTLP's flags say whether a parent, or what a link names, is remote.
+_LOCAL, _REMOTE = b"\x85\x01\x00\x01\x00\x00", b"\x85\x01\x00\x03\x00\x00"
+_LINK_LOCAL, _LINK_REMOTE = b"\x35\x00\x01\x00\x00", b"\x35\x00\x03\x00\x00"
+_SPAN = b"\x12"  # in ScopeSpans
+
+_Encoder = Callable[[Sequence[ReadableSpan]], Any]
+"""From spans to a message ExportTraceServiceRequest."""
+
+_MOST_KNOWN = 4096
+
+_child = Struct("<2s16s2s8s2s8s").pack
+_root = Struct("<2s16s2s8s").pack
+_times = Struct("<sQsQ").pack
+_names: dict[str, bytes] = {}
+_attributes: dict[tuple[str, Any, type], bytes] = {}
+_lengths = [bytes((size,)) if size < 128 else bytes((size & 0x7F | 0x80, size >> 7)) for size in range(1 << 14)]
+
+
+class Unusual(Exception):
+    """A span has what only the exporter's own encoder knows."""
+
+
+def _varint(number: int) -> bytes:
+    """A number as protobuf writes one; a negative one takes ten bytes."""
+    number &= (1 << 64) - 1
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+def _field(tag: int, value: bytes) -> bytes:
+    return bytes((tag,)) + _varint(len(value)) + value
+
+
+def _attribute(key: str, value: Any) -> bytes:
+    """A KeyValue, in its field of Span."""
+    if type(value) is bool:
+        encoded = b"\x10" + bytes((value,))
+    elif type(value) is int and -(1 << 63) <= value < 1 << 63:
+        encoded = b"\x18" + _varint(value)
+    elif type(value) is float:
+        encoded = b"\x21" + Struct("<d").pack(value)
+    elif type(value) is str:
+        encoded = _field(0x0A, value.encode())
+    else:
+        raise Unusual
+    found = _field(_ATTRIBUTE, _field(0x0A, key.encode()) + _field(0x12, encoded))
+    if len(_attributes) < _MOST_KNOWN and type(value) is not float:
+        _attributes[key, value, type(value)] = found
+    return found
+
+
+def _name(name: str) -> bytes:
+    found = _field(_NAME, name.encode()) + _INTERNAL
+    if len(_names) < _MOST_KNOWN:
+        _names[name] = found
+    return found
+
+
+def _link(link: Link) -> bytes:
+    context = link.context
+    if link.attributes or context.trace_state:
+        raise Unusual
+    ids = _root(_TRACE_ID, context.trace_id.to_bytes(16, "big"), _SPAN_ID, context.span_id.to_bytes(8, "big"))
+    return b"".join((_LINK, ids, _LINK_REMOTE if context.is_remote else _LINK_LOCAL))
+
+
+def encode(span: ReadableSpan) -> bytes:
+    """The span, in its field of ScopeSpans.
+
+    Raises:
+        Unusual: it has what is left to the exporter's own encoder: an event, attributes of links, lists.
+        Exception: this SDK's spans are not like those that are known.
+    """
+    context: Any = span._context
+    parent, events, links = span._parent, span._events, span._links
+    status, attributes = span._status, span._attributes
+    if events or context.trace_state or status.description or span._kind is not SpanKind.INTERNAL:
+        raise Unusual
+    if type(attributes) is not dict or events != ():  # lists of the SDK, which may have dropped something
+        for part in (attributes, events, links):
+            if getattr(part, "dropped", 0):
+                raise Unusual
+    trace_id, span_id = context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
+    if parent is None:
+        ids, flags = _root(_TRACE_ID, trace_id, _SPAN_ID, span_id), _LOCAL
+    else:
+        ids = _child(_TRACE_ID, trace_id, _SPAN_ID, span_id, _PARENT_ID, parent.span_id.to_bytes(8, "big"))
+        flags = _REMOTE if parent.is_remote else _LOCAL
+    name = span._name
+    parts = [ids, _names.get(name) or _name(name), _times(_START, span._start_time, _END, span._end_time)]
+    if attributes:
+        for key, value in attributes.items():
+            parts.append(_attributes.get((key, value, type(value))) or _attribute(key, value))
+    if links:
+        parts += map(_link, links)
+    parts += (_STATUS[status.status_code], flags)
+    body = b"".join(parts)
+    size = len(body)
+    return b"".join((_SPAN, _lengths[size] if size < 16384 else _varint(size), body))
+
+
+def _request(of_sdk: _Encoder, kind: Any, spans: Sequence[ReadableSpan]) -> Any:
+    # Spans of one resource and one scope, which is nearly always all of them, are next to each other.
+    groups: list[tuple[Any, Any, list[bytes]]] = []
+    others: list[ReadableSpan] = []
+    for span in spans:
+        resource, scope = span._resource, span._instrumentation_scope
+        if type(span) is not ReadableSpan or scope is None or scope.name != SCOPE:
+            others.append(span)
+            continue
+        try:
+            encoded = encode(span)
+        except (Unusual, ValueError, OverflowError, error):
+            others.append(span)
+            continue
+        if not groups or groups[-1][0] is not resource or groups[-1][1] is not scope:
+            groups.append((resource, scope, []))
+        groups[-1][2].append(encoded)
+    request = of_sdk(others) if others else kind()
+    for resource, scope, encoded_spans in groups:
+        request.MergeFromString(_around(of_sdk, resource, scope, encoded_spans))
+    return request
+
+
+_heads: tuple[Any, Any, bytes, bytes] | None = None  # of the latest resource and scope
+
+
+def _around(of_sdk: _Encoder, resource: Any, scope: Any, spans: Iterable[bytes]) -> bytes:
+    """A request with these spans alone. What is around them, the exporter's own encoder makes, once."""
+    global _heads
+    heads = _heads
+    if heads is None or heads[0] is not resource or heads[1] is not scope:
+        (in_resource,) = of_sdk([_samples(resource, scope)[0]]).resource_spans
+        (in_scope,) = in_resource.scope_spans
+        del in_scope.spans[:]
+        of_scope = in_scope.SerializeToString()
+        del in_resource.scope_spans[:]
+        heads = _heads = (resource, scope, in_resource.SerializeToString(), of_scope)
+    _, _, of_resource, of_scope = heads
+    # The fields of a message may come in any order.
+    return _field(0x0A, of_resource + _field(0x12, b"".join((of_scope, *spans))))
+
+
+def _samples(resource: Any, scope: Any) -> list[ReadableSpan]:
+    """Spans with all that `encode` knows."""
+    sampled = TraceFlags(TraceFlags.SAMPLED)
+    local, remote = (SpanContext((1 << 127) + 1, 1 << 63, is_remote, sampled) for is_remote in (False, True))
+    attributes: Any = {"bool": True, "int": -1, "large": 1 << 40, "float": 0.5, "str": "é"}
+    return [
+        ReadableSpan(
+            f"sample {number}",
+            local,
+            parent,
+            resource,
+            attributes if number else None,
+            links=[Link(local), Link(remote)] if number else (),
+            status=status,
+            start_time=1,
+            end_time=1 << 60,
+            instrumentation_scope=scope,
+        )
+        for number, (parent, status) in enumerate(
+            ((None, Status()), (local, Status(StatusCode.ERROR)), (remote, Status(StatusCode.OK)))
+        )
+    ]
+
+
+_EXPORTERS = tuple(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter" for protocol in ("grpc", "http"))
+_seen: set[str] = set()
+
+
+def install() -> None:
+    """Has the exporters that are loaded by now encode this package's spans by `encode`. All other spans, and those with
+    something unusual, stay with their own encoder, and so do all spans where that makes something else of a sample."""
+    for name in _EXPORTERS:
+        if name not in _seen and (module := sys.modules.get(name)) is not None:
+            _seen.add(name)
+            try:
+                _replace(module)
+            except Exception as reason:  # noqa: BLE001
+                _give_up(module, reason)
+
+
+def _replace(module: Any) -> None:
+    of_sdk = module.encode_spans
+    samples = _samples(Resource({"sample": True}, "https://example.com"), InstrumentationScope(SCOPE, __version__))
+    expected = of_sdk(samples)
+    kind = type(expected)
+    if _request(of_sdk, kind, samples) != expected:
+        raise Unusual("its encoder makes something else")
+
+    @wraps(of_sdk)
+    def encode_spans(sdk_spans: Sequence[ReadableSpan]) -> Any:
+        try:
+            return _request(of_sdk, kind, sdk_spans)
+        except Exception as reason:  # noqa: BLE001
+            module.encode_spans = of_sdk
+            _give_up(module, reason)
+            return of_sdk(sdk_spans)
+
+    module.encode_spans = encode_spans
+
+
+def _give_up(module: Any, reason: Exception) -> None:
+    if patching.reraise_internal_errors:
+        raise
+    _logger.warning(
+        "Spans are encoded by %s alone, which costs more time: this release is not like those that are known. %s: %s",
+        module.__name__,
+        type(reason).__name__,
+        reason,
+    )

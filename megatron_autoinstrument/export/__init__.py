@@ -1,1 +1,0 @@
-"""How what was recorded leaves the process."""
