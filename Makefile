@@ -35,18 +35,18 @@ benchmark: $(VENV)/megatron $(VENV)/installed $(VENV)/nemo-lens
 device-check: $(VENV)/megatron $(VENV)/installed
 	$(BIN)/python tests/device/check.py
 
-# Real runs wait for each other, for collectors and for time to pass: two of them at once leave neither core idle. No test
-# needs a quiet machine.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Real runs have two ranks and leave no core to others, so that they come one after the other.
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n 2
 
 test: lint test-unit test-processes test-megatron
 
 test-unit: $(VENV)/installed
-	$(BIN)/python -m pytest tests/unit
+	$(PYTEST) $(PARALLEL) tests/unit
 
 # What takes processes of its own, and signals: no torch either, but half a minute.
 test-processes: $(VENV)/installed $(VENV)/otel-oldest $(VENV)/vendors $(VENV)/otlp-$(OTLP)
-	$(PYTEST) tests/processes
+	$(PYTEST) $(PARALLEL) tests/processes
 
 test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest $(patsubst %,$(VENV)/megatron-%,$(OTHERS) $(CORE_ALONE))
 	$(PYTEST) tests/megatron

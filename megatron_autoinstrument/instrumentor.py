@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
-LEDGER = patching.Ledger(lambda look: _in_turn(lambda: _look(look)))
+LEDGER = patching.Ledger(lambda look: _in_turn(lambda: _look(look)), beside=arguments.LEDGER)
 
 _PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
 _ASIDE = (
@@ -364,8 +364,8 @@ def _look(look: Callable[[], None]) -> None:
 def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
+    arguments.LEDGER.uninstall(rebind=False)  # the other one does that as well
     LEDGER.uninstall()
-    arguments.take_back()
     return watched
 
 
@@ -378,7 +378,7 @@ def _patch(wanted: frozenset[str]) -> None:
     schedules.all_counted = True
     global_vars.when_known = lambda args: _in_turn(lambda: _apply_flags(args))
     RECORDER.choose(wanted)
-    arguments.teach()
+    arguments.teach(rebind=False)  # the other ledger does that as well
     LEDGER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS})
 
 

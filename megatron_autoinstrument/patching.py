@@ -218,12 +218,17 @@ class Ledger:
     """Everything of Megatron that is replaced now. One thread at a time installs, looks and uninstalls; beside it
     another may import."""
 
-    def __init__(self, in_turn: Callable[[Callable[[], None]], None] = lambda look: look()) -> None:
+    def __init__(
+        self, in_turn: Callable[[Callable[[], None]], None] = lambda look: look(), beside: Ledger | None = None
+    ) -> None:
         """
         Args:
             in_turn: Runs what a call of Megatron asks for, when nobody else installs or uninstalls.
+            beside: Another one, whose names are looked for together with this one's: to go through all modules takes
+                longer than all else.
         """
         self._in_turn = in_turn
+        self._beside = beside
         self._patches: dict[tuple[Seam, int], _Patch] = {}
         self._replacements: list[_Replacement] = []
         self.groups: frozenset[str] = frozenset()
@@ -234,8 +239,13 @@ class Ledger:
         self._running: dict[Seam, set[int]] = {}  # of those with several wrappers: the threads in one of them
         self._first_is_due = False
 
-    def install(self, seams: Iterable[Seam], groups: frozenset[str]) -> None:
+    def install(self, seams: Iterable[Seam], groups: frozenset[str], rebind: bool = True) -> None:
         """Wraps the seams of `groups`: now where their module is loaded, else when it is imported.
+
+        Args:
+            seams: The seams.
+            groups: The groups.
+            rebind: Whether to look for names that are bound to what was replaced.
 
         Raises:
             Exception: something went wrong that is no missing seam; nothing stays replaced then.
@@ -249,7 +259,7 @@ class Ledger:
             loaded = {name: module for name in self._wanted if (module := sys.modules.get(name)) is not None}
             for name, module in loaded.items():
                 self._patch_module(name, module)
-            if loaded:
+            if rebind and (loaded or self._others()):
                 self._rebind_to_wrappers()
             for name in self._wanted.keys() - sys.modules.keys() - self._watched:
                 self._watched.add(name)
@@ -273,8 +283,12 @@ class Ledger:
             self._rebind_to_wrappers()
             _name_running([at for at in found if at.seam is not called])
 
-    def uninstall(self) -> None:
-        """Puts back every original, also in names that were bound to a wrapper meanwhile."""
+    def uninstall(self, rebind: bool = True) -> None:
+        """Puts back every original.
+
+        Args:
+            rebind: Whether to do so in names, too, that were bound to a wrapper meanwhile.
+        """
         self.silence()
         while self._replacements:
             _, holder, name, original, replacement, inherited = self._replacements.pop()
@@ -284,7 +298,9 @@ class Ledger:
                 delattr(holder, name)
             else:
                 setattr(holder, name, original)
-        self._rebind({id(patch.wrapper): patch.original for patch in self._made()})
+        if rebind:
+            beside = [patch for patch in self._others() if patch.hook is None]
+            self._rebind({id(patch.wrapper): patch.original for patch in [*self._made(), *beside]})
 
     def silence(self) -> None:
         """Makes every wrapper pass through, and leaves it in place."""
@@ -427,8 +443,12 @@ class Ledger:
     def _made(self) -> list[_Patch]:
         return list(self._patches.values())  # a copy: a thread that imports may add to it
 
+    def _others(self) -> list[_Patch]:
+        return [] if self._beside is None else self._beside._made()
+
     def _rebind_to_wrappers(self) -> None:
-        self._rebind({id(patch.original): patch.wrapper for patch in self._made() if patch.hook is not None})
+        made = [*self._made(), *self._others()]
+        self._rebind({id(patch.original): patch.wrapper for patch in made if patch.hook is not None})
 
     def _rebind(self, new: Mapping[int, Any]) -> None:
         homes = {patch.seam.home for patch in self._made() if patch.seam.home}

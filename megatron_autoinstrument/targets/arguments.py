@@ -26,15 +26,14 @@ SEAMS = (
 )
 
 # Apart from all the other seams, so that what fails there takes no flag away.
-_LEDGER = Ledger()
+LEDGER = Ledger()
 
 
-def teach() -> None:
-    """Has Megatron's parser know the flags, now or when it is imported."""
-    if not _LEDGER.groups:
-        _LEDGER.install(SEAMS, frozenset({FLAGS}))
+def teach(rebind: bool = True) -> None:
+    """Has Megatron's parser know the flags, now or when it is imported.
 
-
-def take_back() -> None:
-    """Has it not know them."""
-    _LEDGER.uninstall()
+    Args:
+        rebind: As for `Ledger.install`.
+    """
+    if not LEDGER.groups:
+        LEDGER.install(SEAMS, frozenset({FLAGS}), rebind)

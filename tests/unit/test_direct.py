@@ -150,7 +150,9 @@ class Counting(IdGenerator):
 
 
 @pytest.mark.parametrize(
-    "sampler", [ALWAYS_ON, DEFAULT_ON, TraceIdRatioBased(0.999), ParentBasedTraceIdRatio(0.999)], ids=str
+    "sampler",
+    [ALWAYS_ON, DEFAULT_ON, TraceIdRatioBased(0.999), ParentBasedTraceIdRatio(0.999)],
+    ids=lambda sampler: sampler.get_description()[:40],
 )
 def test_the_sdks_own_samplers_need_not_be_asked_for_each_span(sampler, exporter, made_directly):
     provider = TracerProvider(sampler=sampler)

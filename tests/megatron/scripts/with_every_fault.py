@@ -11,8 +11,9 @@ import sys
 import types
 
 import pretrain_tiny_gpt
+from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 
-from megatron_autoinstrument import MegatronInstrumentor, direct, instrumentor, sdk
+from megatron_autoinstrument import MegatronInstrumentor, direct, encode, instrumentor, sdk
 from megatron_autoinstrument.spans import RECORDER
 from megatron_autoinstrument.targets import arguments
 
@@ -84,6 +85,7 @@ def name_of(code):
 
 
 hits, step, forward_step = {}, 0, pretrain_tiny_gpt.forward_step
+encode_spans = trace_exporter.encode_spans
 
 
 def boundary():
@@ -122,7 +124,9 @@ def boundary():
     messages.clear()
     direct._given_up = False  # as in a process of its own
     sdk._told.clear()
-    for ledger in (instrumentor.LEDGER, arguments._LEDGER):
+    trace_exporter.encode_spans = encode_spans
+    encode._seen.clear()
+    for ledger in (instrumentor.LEDGER, arguments.LEDGER):
         ledger._named.clear()
     if left:
         current = left.pop(0)
