@@ -213,7 +213,7 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
 ):
     """As with a collector that answers after 4.4 s of 5: the metrics leave after 3.5 s."""
     monkeypatch.setattr(sdk, "_THEIRS_EXIT_TIMEOUT_S", 30)
-    monkeypatch.setattr(spans, "_OTHERS_S", 29.8)
+    monkeypatch.setattr(spans, "_OTHERS_S", 29)
     exporter = Collector()
     recorder, reader, _ = connected(exporter)
     exporter.answers.clear()
@@ -235,7 +235,7 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
 
 def test_what_is_counted_as_lost_when_the_metrics_leave_does_not_arrive_afterwards(connected, caplog, monkeypatch):
     monkeypatch.setattr(sdk, "_THEIRS_EXIT_TIMEOUT_S", 30)
-    monkeypatch.setattr(spans, "_OTHERS_S", 29.8)
+    monkeypatch.setattr(spans, "_OTHERS_S", 29)
 
     class Dead(Collector):
         """It refuses the first batch at once, the second late, and would take the others."""
