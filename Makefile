@@ -51,12 +51,12 @@ test-processes: $(VENV)/installed $(VENV)/otel-oldest $(VENV)/vendors $(VENV)/ot
 test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest $(patsubst %,$(VENV)/megatron-%,$(OTHERS) $(CORE_ALONE))
 	$(PYTEST) tests/megatron
 
-# All scenarios on every Megatron, and the unit tests on every Python.
+# All scenarios on every Megatron, and the unit tests on every Python. Two files choose their Megatrons themselves.
 test-all: test test-matrix $(patsubst %,$(VENV)/otlp-%,$(OTHER_OTLP))
 	TEST_OTLP="$(patsubst %,$(CURDIR)/$(VENV)/otlp-%,$(OTHER_OTLP))" $(PYTEST) tests/processes/test_retries.py
 	for version in $(OTHERS); do \
 	  TEST_MEGATRON=$(CURDIR)/$(VENV)/megatron-$$version $(PYTEST) tests/megatron \
-	    $(patsubst %,--ignore tests/megatron/test_%.py,versions layers in_place_of_functions own_loop) || exit 1; \
+	    $(patsubst %,--ignore tests/megatron/test_%.py,versions own_loop) || exit 1; \
 	done
 
 # The unit tests on each supported Python that is here, with the oldest and the newest OpenTelemetry.

@@ -2,9 +2,12 @@
 
 from functools import cache
 
-from harness import EVERYTHING, PLAIN, PTH, SCRIPTS, train
+from harness import EVERYTHING, MEGATRON, PLAIN, PTH, SCRIPTS, train
 
 GRAPHS = ("--cuda-graph-impl", "full_iteration", "--optimizer-cuda-graph", "--te-rng-tracker")
+CAPTURED = 3  # training, evaluation, the optimizer
+if MEGATRON is not None and MEGATRON.name.endswith("-0.17.1"):  # it has no flag for the optimizer
+    GRAPHS, CAPTURED = ("--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration", "--te-rng-tracker"), 2
 COMBINED = (
     *(
         "--overlap-moe-expert-parallel-comm",
@@ -45,7 +48,7 @@ def combined(way=None):
 
 def test_a_replayed_iteration_is_a_pass_with_nothing_but_its_data_inside():
     run = with_graphs()
-    assert run.output.count("CAPTURED") == 3  # training, evaluation, the optimizer
+    assert run.output.count("CAPTURED") == CAPTURED
     passes = [span for span in run.spans if span.name in ("megatron.forward_backward", "megatron.evaluate.step")]
     assert len(passes) == STEPS + EVALUATED
     for kind in ("megatron.forward_backward", "megatron.evaluate.step"):

@@ -51,16 +51,19 @@ weights = [torch.nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
 data = torch.randn(8, 8)
 
 
+IS_OF_0_19 = hasattr(offload.FineGrainedActivationOffloadingInterface, "group_offload")
+
+
 def forward_backward(offloaded):
     interface = offload.FineGrainedActivationOffloadingInterface
     hidden = data
     if offloaded:
-        interface.init_chunk_handler(0, 1, None, 1, 0, 1.0)
+        interface.init_chunk_handler(*((0, 1, None, 1, 0, 1.0) if IS_OF_0_19 else (1, None, 1)))
     for weight in weights:
         group = interface(offloaded, hidden, "mlp_norm")
         with group as tensor:
             hidden = (tensor @ weight).relu()
-        hidden = group.group_offload(hidden)
+        hidden = group.group_offload(hidden) if IS_OF_0_19 else interface.group_commit(hidden, "mlp_norm")
     hidden.sum().backward()
     gradients = [weight.grad.clone() for weight in weights]
     for weight in weights:
