@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,12 @@ def add(parser: Any) -> None:
         group = parser.add_argument_group(title="opentelemetry")
         for flag in missing:
             group.add_argument(flag, default=None, **_FLAGS[flag])
+
+
+def are_due() -> bool:
+    """Whether the command line has some that Megatron is yet to parse: it exits on one that it doesn't know."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None) is None and any(word.split("=")[0] in _FLAGS for word in sys.argv)
 
 
 def teach(module: Any) -> None:

@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import wrapt
 
-from megatron_autoinstrument import ab, autoload, config, declarative, groups, native, patching, ranks, redact, signals
+from megatron_autoinstrument import (
+    ab,
+    autoload,
+    config,
+    declarative,
+    flags,
+    groups,
+    native,
+    patching,
+    ranks,
+    redact,
+    signals,
+)
 from megatron_autoinstrument.base import BaseInstrumentor
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.spans import RECORDER
@@ -364,7 +376,8 @@ def _look(look: Callable[[], None]) -> None:
 def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
-    arguments.LEDGER.uninstall(rebind=False)  # the other one does that as well
+    if not flags.are_due():
+        arguments.LEDGER.uninstall(rebind=False)  # the other one does that as well
     LEDGER.uninstall()
     return watched
 

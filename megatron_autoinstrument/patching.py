@@ -78,13 +78,13 @@ class _Patch:
 
     __slots__ = ("failed", "hook", "original", "plain", "seam", "wrapper")
 
-    def __init__(self, seam: Seam, original: Function) -> None:
+    def __init__(self, seam: Seam, original: Function, bind: bool = False) -> None:
         self.seam = seam
         self.original = original
         self.plain: Hook | None = None  # the seam's own
         self.hook: Hook | None = None  # what runs: that, and perhaps more around it
         self.failed = False
-        self.wrapper = _wrap(self, original)
+        self.wrapper = _wrap(self, original, _binding(original) if bind else original)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A wrapper that is pickled by value passes through where it arrives, also where this package is not installed.
@@ -112,25 +112,41 @@ class _Patch:
             self.seam.lost()
 
 
-def _wrap(patch: _Patch, original: Function) -> Function:
+def _binding(method: Any) -> Function:
+    """What calls `method`, a descriptor of another make than a function, as Python does: bound. By that, one of wrapt's
+    can tell its wrapper the instance."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
+
+    return call
+
+
+def _wrap(patch: _Patch, original: Function, call: Function) -> Function:
     """A function that answers as `original` does, but for what no other function can: its identity, `__code__` with
-    its file, and `__closure__`."""
+    its file, and `__closure__`.
+
+    Args:
+        patch: Which runs a hook around it.
+        original: The function.
+        call: What calls it.
+    """
     # All that its code names is in its closure: its globals are the original's, and it may be pickled by value.
     is_compiling, ordinary, any_error = torch_state.is_compiling(), Exception, BaseException
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         # First of all: torch.compile would trace the rest, and fail or record its own tracing.
         if is_compiling() or (hook := patch.hook) is None:
-            return original(*args, **kwargs)
+            return call(*args, **kwargs)
         try:
             token = hook.begin(args, kwargs)
         except ordinary:
             token = None
             patch.turn_off()
         if token is None:
-            return original(*args, **kwargs)
+            return call(*args, **kwargs)
         try:
-            result = original(*args, **kwargs)
+            result = call(*args, **kwargs)
         except any_error as error:
             patch.end(hook, token, None, error)
             raise
@@ -214,6 +230,10 @@ def _exists(module: ModuleType, path: str) -> bool:
     return holder is None or hasattr(holder, name)
 
 
+def _is_importing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
 class Ledger:
     """Everything of Megatron that is replaced now. One thread at a time installs, looks and uninstalls; beside it
     another may import."""
@@ -277,10 +297,12 @@ class Ledger:
         before = len(self._replacements)
         for name in list(self._wanted):
             module = sys.modules.get(name)
-            if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            if module is not None and not _is_importing(module):
                 self._patch_module(name, module)
-        if found := self._replacements[before:]:
+        found = self._replacements[before:]
+        if found or (called is not None and called.looks == "always"):  # names may have been bound in the meantime
             self._rebind_to_wrappers()
+        if found:
             _name_running([at for at in found if at.seam is not called])
 
     def uninstall(self, rebind: bool = True) -> None:
@@ -300,7 +322,7 @@ class Ledger:
                 setattr(holder, name, original)
         if rebind:
             beside = [patch for patch in self._others() if patch.hook is None]
-            self._rebind({id(patch.wrapper): patch.original for patch in [*self._made(), *beside]})
+            self._rebind({id(patch.wrapper): _Rebinding(patch.original) for patch in [*self._made(), *beside]})
 
     def silence(self) -> None:
         """Makes every wrapper pass through, and leaves it in place."""
@@ -332,7 +354,7 @@ class Ledger:
             try:
                 holder, name, original = wrapt.resolve_path(module, seam.path)
             except AttributeError:
-                if not seam.optional:
+                if not seam.optional and not _is_importing(module):
                     what = "This Megatron has no %s.%s that we know: nothing is recorded of it."
                     self._miss(seam, logging.INFO, what)
                 continue
@@ -356,11 +378,17 @@ class Ledger:
     def _replace(self, seam: Seam, holder: Any, name: str, original: Any) -> None:
         kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
         function = original.__func__ if kind else original
-        patch = self._patch_for(seam, function)
+        bind = inspect.isclass(holder) and kind is not staticmethod and type(function) is not FunctionType
+        patch = self._patch_for(seam, function, bind)
         if patch.hook is None and not patch.failed and not self._bring_alive(patch):
             return
         if function is not patch.wrapper and function is not patch.original:
-            return  # ours is below another's wrapper already
+            # A wrapper of this seam is below that of somebody, who may call it now and then only, or never.
+            if patch.failed:
+                return
+            patch = _Patch(seam, function, bind)
+            if not self._bring_alive(patch):
+                return
         if function is patch.wrapper:
             # It is in place, or was put back there by somebody.
             ours = ((at.holder, at.name, at.replacement) for at in self._replacements)
@@ -423,7 +451,7 @@ class Ledger:
 
         return Hook(begin, hook.end)
 
-    def _patch_for(self, seam: Seam, function: Function) -> _Patch:
+    def _patch_for(self, seam: Seam, function: Function, bind: bool) -> _Patch:
         """The patch made for `function` before, or one of `seam` whose wrapper `function` calls; else a new one."""
         if (patch := self._patches.get((seam, id(function)))) is not None:
             return patch
@@ -435,7 +463,7 @@ class Ledger:
             if id(below) in ours:
                 return ours[id(below)]
             below = _called_by(below)
-        return _Patch(seam, function)
+        return _Patch(seam, function, bind)
 
     def _of(self, seam: Seam) -> list[_Patch]:
         return [patch for patch in self._made() if patch.seam is seam]
@@ -447,10 +475,10 @@ class Ledger:
         return [] if self._beside is None else self._beside._made()
 
     def _rebind_to_wrappers(self) -> None:
-        made = [*self._made(), *self._others()]
-        self._rebind({id(patch.original): patch.wrapper for patch in made if patch.hook is not None})
+        made = [patch for patch in [*self._made(), *self._others()] if patch.hook is not None]
+        self._rebind({id(patch.original): _Rebinding(patch.wrapper, _name_of(patch)) for patch in made})
 
-    def _rebind(self, new: Mapping[int, Any]) -> None:
+    def _rebind(self, new: Mapping[int, _Rebinding]) -> None:
         homes = {patch.seam.home for patch in self._made() if patch.seam.home}
         _rebind(new, {home.rsplit(".", depth)[0] for home in homes for depth in range(home.count(".") + 1)})
 
@@ -459,7 +487,22 @@ class Ledger:
 _APART = sys.stdlib_module_names | {"torch", "torchgen", "functorch", "sympy", "mpmath", "numpy", "scipy", "triton"}
 
 
-def _rebind(new: Mapping[int, Any], also: Set[str]) -> None:
+class _Rebinding(NamedTuple):
+    function: Any
+    name: str | None = None
+    """The only name that gets it, and in no module that defines what has it; None: all."""
+
+
+def _name_of(patch: _Patch) -> str | None:
+    """None for a function of Megatron's. What somebody has put in its place may be one that a program uses for other
+    things too, which are no calls of the seam: it is one where it is called by the seam's name."""
+    seam, home = patch.seam, str(getattr(patch.original, "__module__", None))
+    if home in (seam.module, seam.home) or home.startswith("megatron."):
+        return None
+    return seam.path.rpartition(".")[2]
+
+
+def _rebind(new: Mapping[int, _Rebinding], also: Set[str]) -> None:
     """Gives the names that any loaded module has made by `from X import f` the function that X has now.
 
     Args:
@@ -477,8 +520,10 @@ def _rebind(new: Mapping[int, Any], also: Set[str]) -> None:
         if ids.isdisjoint(map(id, list(namespace.values()))):  # a tenth of the time of a loop
             continue
         for bound, value in list(namespace.items()):
-            if id(value) in new:
-                namespace[bound] = new[id(value)]
+            if (to := new.get(id(value))) is not None:
+                elsewhere = name != getattr(value, "__module__", None)
+                if to.name is None or (to.name == bound and elsewhere):
+                    namespace[bound] = to.function
 
 
 def _name_running(found: list[_Replacement]) -> None:

@@ -480,3 +480,24 @@ def test_seams_are_told_apart_and_each_names_groups_that_exist():
 
     assert len({(seam.module, seam.path) for seam in targets.SEAMS}) == len(targets.SEAMS)
     assert all(seam.groups <= {*GROUPS, METRICS, LOGS, FLAGS} for seam in targets.SEAMS)
+
+
+def test_flags_on_the_command_line_are_known_until_megatron_has_parsed_them(megatron, fake_module, monkeypatch):
+    arguments = fake_module("megatron.training.arguments", "def add_megatron_arguments(parser): return parser\n")
+    known = fake_module("megatron.training.global_vars", "_GLOBAL_ARGS = None\ndef set_args(args): pass\n")
+
+    def parses():
+        words = ["--otel-span-groups=all"]
+        return arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_known_args(words)[1] == []
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--otel-span-groups=all"])
+    megatron.instrument()
+    with megatron.paused():
+        assert parses()
+    assert parses()
+    megatron.uninstrument()
+    assert parses()
+    known._GLOBAL_ARGS = object()
+    megatron.instrument()
+    megatron.uninstrument()
+    assert not parses()

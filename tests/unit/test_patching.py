@@ -12,6 +12,7 @@ import types
 import typing
 
 import pytest
+import wrapt
 
 from megatron_autoinstrument import patching
 from megatron_autoinstrument.patching import Hook, Ledger, Seam
@@ -446,7 +447,7 @@ def test_a_wrapper_of_somebody_else_on_top_of_ours_stays(ledger, module, hook, c
     assert module.step(1) == (1, None, False)
     assert not calls
     ledger.install([step], ALL)
-    assert module.step is theirs  # ours is below it already: no second one
+    assert module.step is not theirs  # which may call the wrapper below it, or not
     module.step(1)
     assert len(calls) == 2
     ledger.uninstall()
@@ -825,3 +826,91 @@ def test_whoever_counts_calls_is_told_when_some_are_not_seen(ledger, module, hoo
         module.step = value
     ledger.install([seam("step", hook, lost=lambda: lost.append(1))], ALL)
     assert lost == [1]
+
+
+def test_a_method_of_wrapts_is_told_its_instance(ledger, fake_module, hook, calls):
+    seen = []
+
+    @wrapt.decorator
+    def theirs(wrapped, instance, args, kwargs):
+        seen.append((instance, args))
+        return wrapped(*args, **kwargs)
+
+    module = fake_module("megatron.fake", SOURCE)
+    module.Communicator.send = theirs(vars(module.Communicator)["send"])
+    module.Communicator.cls = classmethod(theirs(vars(module.Communicator)["cls"].__func__))
+    one = module.Communicator()
+    expected = [one.send(1), module.Communicator.cls(2)]
+    before, seen[:] = list(seen), []
+    ledger.install([seam("Communicator.send", hook), seam("Communicator.cls", hook)], ALL)
+    assert [one.send(1), module.Communicator.cls(2)] == expected
+    assert seen == before == [(one, (1,)), (module.Communicator, (2,))]
+    assert len(calls) == 4
+    ledger.uninstall()
+    assert one.send(1) == expected[0]
+
+
+def test_somebodys_wrapper_that_calls_ours_now_and_then_is_recorded_each_time(ledger, module, hook, calls):
+    ledger.install([seam("step", hook)], ALL)
+    ours = module.step
+
+    @functools.wraps(ours)
+    def theirs(model, own=False):
+        return "own" if own else ours(model)
+
+    module.step = theirs
+    ledger.look()
+    ledger.look()
+    assert module.step(1, own=True) == "own"
+    assert module.step(1) == (1, None, False)
+    assert [call[0] for call in calls] == ["begin", "end"] * 2
+    module.step = ours  # they take it back
+    ledger.look()
+    module.step(1)
+    assert len(calls) == 6
+    ledger.uninstall()
+    assert module.step is not ours
+
+
+def test_a_helper_put_in_the_place_of_a_function_stays_itself_where_it_is_called_by_its_own_name(
+    ledger, module, fake_module, hook, calls
+):
+    tools = fake_module("tools", "def nothing(*args, **kwargs): pass\ndef step(): pass\n")
+    module.step = module.Communicator.helper = tools.nothing
+    program = fake_module("program", "from tools import nothing\nfrom megatron.fake import step\n")
+    before = tools.nothing
+    ledger.install([seam("step", hook)], ALL)
+    assert (tools.nothing, program.nothing) == (before, before)
+    assert program.step is module.step is not before  # by the seam's name, it is the seam
+    ledger.uninstall()
+    assert program.step is module.step is before
+
+
+def test_names_bound_in_the_middle_of_the_functions_own_import_are_found_at_the_next_look(
+    ledger, hook, calls, tmp_path, monkeypatch
+):
+    (tmp_path / "circular_step.py").write_text("def step(x): return x\nimport circular_user\ndef run(): step(0)\n")
+    (tmp_path / "circular_user.py").write_text("from circular_step import step\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    build = seam("run", hook, module="circular_step", looks="always")
+    ledger.install([seam("step", hook, module="circular_step"), build], ALL)
+    module = importlib.import_module("circular_step")
+    module.run()
+    calls.clear()
+    assert sys.modules["circular_user"].step(3) == 3
+    assert len(calls) == 2
+
+
+def test_of_what_a_module_does_not_have_while_it_is_being_imported_nothing_is_said(
+    ledger, hook, calls, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "half.py").write_text("import half_tracing\ndef step(x): return x\n")
+    (tmp_path / "half_tracing.py").write_text("import sys\nsys.install()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "install", lambda: ledger.install([seam("step", hook, module="half")], ALL), raising=False)
+    with caplog.at_level("INFO"):
+        module = importlib.import_module("half")
+    assert not caplog.text
+    ledger.look()
+    module.step(1)
+    assert len(calls) == 2
