@@ -81,13 +81,17 @@ class Direct:
         return (
             type(tracer.id_generator) is PrivateIdGenerator
             and type(tracer.span_processor) is SynchronousMultiSpanProcessor
-            and {type(processor) for processor in tracer.span_processor._span_processors} <= self._processors
+            and all(map(self._knows, tracer.span_processor._span_processors))
             and keeps_what_is_inside(tracer.sampler)
             and _has_room(self._limits)
             and getattr(tracer, "_is_enabled", lambda: True)()
             # What counts spans by itself would not count these.
             and type(getattr(tracer, "_tracer_metrics", None)).__name__ in ("NoneType", "NoOpTracerMetrics")
         )
+
+    def _knows(self, processor: Any) -> bool:
+        """Whether it does with a span what all of its class do, and nothing when one starts."""
+        return type(processor) in self._processors and vars(processor).keys().isdisjoint(("on_start", "on_end"))
 
     def start(
         self,

@@ -164,7 +164,7 @@ class Export(logging.Filter):
     def _of_scope(self, batch: Any) -> int:
         if self._signal != "traces":
             return 0
-        return sum(getattr(span.instrumentation_scope, "name", None) == self._scope for span in batch)
+        return sum(getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope for span in batch)
 
 
 def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
@@ -172,11 +172,12 @@ def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
     are out of sight."""
     watched = []
     for holder in holders(provider) or ():
-        inner = _inner(holder)
-        exporter = exporter_of(holder)
-        if exporter is None or not type(holder).__module__.startswith("opentelemetry.sdk."):
+        if not type(holder).__module__.startswith("opentelemetry.sdk."):
             continue
         try:
+            inner, exporter = _inner(holder), exporter_of(holder)
+            if exporter is None:
+                continue
             queue = getattr(inner, "_queue", getattr(inner, "queue", None))
             watched.append(Export(signal, exporter, holder, queue, ended, scope))
         except Exception:

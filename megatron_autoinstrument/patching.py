@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from threading import get_ident
@@ -72,6 +73,10 @@ class Seam:
     lost: Callable[[], None] | None = None
 
 
+_wrappers: weakref.WeakSet[Function] = weakref.WeakSet()
+"""All that were made, by any ledger."""
+
+
 class _Patch:
     """One wrapper, made once for a seam and an original and kept for the life of the process: references to it
     outlive uninstall, pass through meanwhile, and come alive again on the next install."""
@@ -85,6 +90,7 @@ class _Patch:
         self.hook: Hook | None = None  # what runs: that, and perhaps more around it
         self.failed = False
         self.wrapper = _wrap(self, original, _binding(original) if bind else original)
+        _wrappers.add(self.wrapper)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A wrapper that is pickled by value passes through where it arrives, also where this package is not installed.
@@ -384,7 +390,7 @@ class Ledger:
             return
         if function is not patch.wrapper and function is not patch.original:
             # A wrapper of this seam is below that of somebody, who may call it now and then only, or never.
-            if patch.failed:
+            if patch.failed or function in _wrappers:  # another ledger's always calls it
                 return
             patch = _Patch(seam, function, bind)
             if not self._bring_alive(patch):

@@ -83,7 +83,11 @@ class Connection:
         self._exports = {
             name: exporting.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()
         }
-        self._lost = self.meter.create_counter(SPANS_DROPPED, "{span}", "Spans that were recorded and not exported")
+        self._lost: Any = None
+        try:
+            self._lost = self.meter.create_counter(SPANS_DROPPED, "{span}", "Spans that were recorded and not exported")
+        except Exception:
+            _logger.debug("A meter of somebody's has no place for a counter", exc_info=True)
         self._tell_from = monotonic() + _PROCESSORS_WITHIN_S
         self.look()
 
@@ -239,7 +243,8 @@ class Connection:
 
     def count_lost(self, spans: int) -> None:
         """Adds to the metric of lost spans."""
-        self._lost.add(spans)
+        if self._lost is not None:
+            self._lost.add(spans)
 
     def give_up(self, late: bool) -> None:
         """Takes back the shutdowns at exit that would wait for a collector: they have no bound. What they would

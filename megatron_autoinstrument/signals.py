@@ -75,6 +75,7 @@ class Termination:
         self._python = 0  # the address of Python's own handler, which calls ours
         self._flushed = 0.0
         self._wakeup: socket.socket | None = None
+        self._others = -1  # the file that the system's handler wrote to before
 
     def install(self, leave: Leave, hand_on: Callable[[], object]) -> None:
         """Puts our handler in the place of the default action, and above the handlers of Python code. A signal that is
@@ -101,7 +102,8 @@ class Termination:
         if address == _IGNORED or handler is signal.default_int_handler:
             return
         if address == _DEFAULT:
-            handler = None
+            # The system ignores it where this is the first process of a container.
+            handler = None if os.getpid() != 1 else _go_on
         elif callable(handler):
             signal.signal(number, handler)
             if _address(_action(number)) != address:  # C code's was above it
@@ -123,7 +125,7 @@ class Termination:
             return
         wakeup, self._wakeup = self._wakeup, None
         if wakeup is not None:
-            current = signal.set_wakeup_fd(-1)
+            current = signal.set_wakeup_fd(self._others)
             if current != wakeup.fileno():
                 signal.set_wakeup_fd(current)
             wakeup.close()  # our thread reads that
@@ -173,25 +175,24 @@ class Termination:
         os.kill(os.getpid(), number)
 
     def _listen(self) -> None:
-        """Has the system's handler write to a socket of ours, unless somebody uses that already."""
+        """Has the system's handler write to a socket of ours. What it wrote to before, such as the file of an event
+        loop, gets the same from there."""
         if not hasattr(socket, "SO_PASSCRED"):  # Linux has it
             return
         ours, wakeup = socket.socketpair()
         # Who has written: a child that is just being forked has our socket, but its signals are none of ours.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         wakeup.setblocking(False)
-        others = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-        if others != -1:
-            signal.set_wakeup_fd(others)
-            ours.close()
-            wakeup.close()
-            return
+        self._others = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         self._wakeup = wakeup
         threading.Thread(target=self._watch, args=(ours,), name="megatron-autoinstrument-signals", daemon=True).start()
 
     def _watch(self, ours: socket.socket) -> None:
         with ours:
             while (number := _next(ours)) is not None:
+                if self._others != -1:
+                    with contextlib.suppress(OSError):
+                        os.write(self._others, bytes((number,)))
                 if number not in self._before:
                     continue
                 if not self._ends(number):
@@ -217,6 +218,10 @@ def _next(ours: socket.socket, flags: int = 0) -> int | None:
     if not data:
         return None
     return data[0] if ancillary and _CREDENTIALS.unpack(ancillary[0][2])[0] == os.getpid() else 0
+
+
+def _go_on(number: int, frame: Any) -> None:
+    """The handler of a signal that ends nothing."""
 
 
 TERMINATION = Termination()

@@ -165,6 +165,7 @@ class Recorder:
         self._last: dict[str, _Request] = {}  # of the process: its exit and a signal share them
         self._cut_off_by: str | None = None  # the signal
         self._told_of_signal = False
+        self._told_of_loss = False
         self._stopped = False  # the export of spans, before the metrics left with the number of those lost
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
@@ -467,7 +468,12 @@ class Recorder:
         elif not current.is_valid:
             context = _context_of(place.parent)
         if span is None:
-            span = self._connection.start_span(context, place.trace, *described)
+            try:
+                span = self._connection.start_span(context, place.trace, *described)
+            except Exception as error:  # noqa: BLE001
+                record.kind = SILENT  # what is inside belongs to what is around
+                self._lose(error)
+                return
         record.span = span
         record.token = context_api.attach(trace.set_span_in_context(span))
 
@@ -488,14 +494,29 @@ class Recorder:
         """Ends the span that is held, if any, with the end that its call had."""
         held, self._held = self._held, None
         if held is not None and held.span is not None:
-            if attributes:
-                held.span.set_attributes(finite(attributes))
-            self._end(held.span, held.end)
+            self._end(held.span, held.end, attributes)
 
-    def _end(self, span: trace.Span, end: int | None) -> None:
-        span.end(end)
+    def _end(self, span: trace.Span, end: int | None, attributes: Attributes | None = None) -> None:
+        try:
+            if attributes:
+                span.set_attributes(finite(attributes))
+            span.end(end)
+        except Exception as error:  # noqa: BLE001
+            self._lose(error)
         if self._connection is not None and self._connection.closed:
             self.dropped += 1
+
+    def _lose(self, error: Exception) -> None:
+        """A sampler or a processor of the application's has failed, which costs one span and not its recording."""
+        self.dropped += 1
+        level = logging.DEBUG if self._told_of_loss else logging.WARNING
+        self._told_of_loss = True
+        _logger.log(
+            level,
+            "A span was lost, since a sampler or processor of spans raised %s. (Told once: training goes on, and spans "
+            "that are lost are counted and reported at the end.)",
+            type(error).__name__,
+        )
 
     def _close(self, record: Record, ended: int, hold: bool) -> None:
         if record is self._deferred:
@@ -507,16 +528,16 @@ class Recorder:
             self.release()
         if span is None:
             return
-        if record.attributes:
-            span.set_attributes(finite(record.attributes))
         _mark(span, record, ended + record.offset)
         if hold:
+            if record.attributes:
+                span.set_attributes(finite(record.attributes))
             record.ended = ended  # before another thread may release it
             self._held = record
             if not self._holds:  # since a moment ago: whoever said so may have looked before it was there
                 self.release()
         else:
-            self._end(span, ended + record.offset)
+            self._end(span, ended + record.offset, record.attributes)
 
     def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
         """What a span says of an exception: its stack, too, where it was raised; its type alone on the spans around."""
@@ -898,7 +919,7 @@ class _Thread:
     def _do(self, work: Callable[[], None]) -> bool:
         try:
             work()
-        except Exception:
+        except BaseException:  # such as asyncio's CancelledError, from a processor: it would end this thread
             level = logging.DEBUG if self._failed else logging.WARNING  # told once
             _logger.log(level, "Exporting %s failed; some of it is lost.", self._exports, exc_info=True)
             self._failed = True
