@@ -54,6 +54,7 @@ class Export(logging.Filter):
         self.given_up = False  # what comes now is lost
         self._signal = signal
         self._exporter = exporter
+        self._holder = holder
         self._own = vars(exporter).get("export")  # of this one alone
         self._export: Callable[..., Any] = exporter.export
         self._queue = queue if isinstance(queue, deque) else None
@@ -85,6 +86,14 @@ class Export(logging.Filter):
                 self._exporter.export = self._own
         for logger in self._loggers:
             logger.removeFilter(self)
+
+    def leave_out_of_shutdown(self) -> bool:
+        """Has a shutdown of the provider pass over the processor or reader that exports this. False if it can't be."""
+        try:
+            self._holder.shutdown = _nothing
+        except Exception:  # noqa: BLE001
+            return False  # it takes no attributes
+        return True
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if os.getpid() != self._process:
@@ -165,6 +174,10 @@ class Export(logging.Filter):
         if self._signal != "traces":
             return 0
         return sum(getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope for span in batch)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:

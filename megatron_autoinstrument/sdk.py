@@ -247,14 +247,16 @@ class Connection:
             self._lost.add(spans)
 
     def give_up(self, late: bool) -> None:
-        """Takes back the shutdowns at exit that would wait for a collector: they have no bound. What they would
-        wait for has had its time.
+        """Leaves out of the shutdowns at exit what would wait for a collector: they have no bound. What they would
+        wait for has had its time. What else a provider shuts down it does.
 
         Args:
             late: Whether there is too little left for another time.
         """
         for name, provider in self._providers.items():
-            if late or any(export.failing for export in self._exports[name]):
+            exports = self._exports[name]
+            left_out = [export.leave_out_of_shutdown() for export in exports if late or export.failing]
+            if not all(left_out) or (late and not exports):
                 for one in (provider, self._behind[name]):
                     atexit.unregister(getattr(one, "shutdown", bool))
 

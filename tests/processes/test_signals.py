@@ -248,6 +248,9 @@ assert 1 <= len(calls) <= 6, calls
         "import socket; a, b = socket.socketpair(); b.setblocking(False); signal.set_wakeup_fd(b.fileno())\n"
         "install(); begin(); end()",
         "install(); begin(); loop = asyncio.new_event_loop(); loop.add_signal_handler(signal.SIGUSR1, print); end()",
+        # The first with the main thread in C, where no handler of Python's runs.
+        "import socket; a, b = socket.socketpair(); b.setblocking(False); signal.set_wakeup_fd(b.fileno())\n"
+        "install(); begin(); soon(end); stuck()",
     ],
 )
 def test_sigterm_by_default_ends_what_is_open_as_cut_off_exports_everything_and_then_ends_the_process(code):
@@ -429,3 +432,34 @@ rl_inference_interface_shutdown()
     done, lines, _ = run(code)
     assert done.returncode == 0, done.stderr
     assert lines == CLOSED
+
+
+def test_an_event_loop_that_was_there_before_goes_on_getting_its_signals():
+    code = """
+async def main():
+    got = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, got.set)
+    install()
+    begin()
+    end(signal.SIGUSR2)
+    await asyncio.wait_for(got.wait(), 20)
+    TERMINATION.uninstall()
+    got.clear()
+    end(signal.SIGUSR2)
+    await asyncio.wait_for(got.wait(), 20)
+    print("both came")
+asyncio.run(main())
+"""
+    done, _, _ = run(code)
+    assert done.returncode == 0, done.stderr
+    assert "both came" in done.stdout
+
+
+def test_a_signal_that_the_system_ignores_in_the_first_process_of_a_container_ends_nothing():
+    if subprocess.run(["unshare", "-pf", "true"], capture_output=True).returncode:
+        pytest.skip("no process namespace can be made here")
+    code = START + "install(); begin(); end(signal.SIGHUP); say(os.getpid()); RECORDER.flush(); say('training goes on')"
+    done = subprocess.run(["unshare", "-pf", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "training goes on" in done.stdout.splitlines()
+    assert "ERROR" not in done.stdout

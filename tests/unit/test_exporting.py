@@ -1,4 +1,3 @@
-import atexit
 import logging
 import os
 import re
@@ -16,6 +15,7 @@ from opentelemetry.sdk.metrics.export import (
 )
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from megatron_autoinstrument import exporting, sdk, spans
 from megatron_autoinstrument.spans import FREQUENT, LIVE, Recorder
@@ -292,9 +292,9 @@ def test_metrics_that_no_one_takes_bound_the_exit_too(connected, caplog, monkeyp
 
 
 @pytest.mark.parametrize("collector", ["answers", "fails", "is slow", "is late"])
-def test_somebodys_shutdown_at_exit_stays_only_where_it_waits_for_no_dead_collector(connected, monkeypatch, collector):
-    taken_back = []
-    monkeypatch.setattr(atexit, "unregister", taken_back.append)
+def test_somebodys_shutdown_at_exit_passes_over_what_waits_for_a_dead_collector_and_nothing_else(
+    connected, monkeypatch, collector
+):
     exporter = Collector(refuses=collector == "fails")
     recorder, _, provider = connected(exporter)
     if collector in ("answers", "fails"):
@@ -305,8 +305,16 @@ def test_somebodys_shutdown_at_exit_stays_only_where_it_waits_for_no_dead_collec
         threading.Timer(0.3, exporter.answers.set).start()
     if collector == "is late":
         exporter.answers.clear()
+    shut_down = []
+    memory = InMemorySpanExporter()
+    other = BatchSpanProcessor(memory)
+    monkeypatch.setattr(exporter, "shutdown", lambda: shut_down.append("the collector's"), raising=False)
+    monkeypatch.setattr(memory, "shutdown", lambda: shut_down.append("another"))
+    provider.add_span_processor(other)
     recorder.exit()
-    assert (provider.shutdown in taken_back) == (collector != "answers")
+    provider.shutdown()
+    assert shut_down == (["the collector's"] if collector == "answers" else []) + ["another"]
+    exporter.answers.set()
 
 
 def test_a_forked_child_exports_as_without_us_and_counts_nothing(connected):

@@ -2,10 +2,12 @@
 neither it nor anything else.
 """
 
+import asyncio
 import logging
 import random
 import sys
 import types
+from collections import Counter
 
 import pytest
 from opentelemetry import _logs, metrics, trace
@@ -432,6 +434,7 @@ def test_a_record_that_cannot_be_formatted_costs_no_other(logged, caplog, monkey
 
 
 HANDLER = """
+import asyncio
 import logging
 class LoggingHandler(logging.Handler):
     def __init__(self, level=0, logger_provider=None, log_code_attributes=False):
@@ -473,3 +476,91 @@ def test_records_are_not_exported_twice_where_opentelemetrys_handler_is_at_work(
     handler = Sub(logger_provider=provider) if theirs else LoggingHandler()
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     assert (sdk.connect({"logs": provider}, None, {}).log_handler is None) == theirs
+
+
+class Failing(SpanProcessor):
+    """It raises once, where it is told to."""
+
+    def __init__(self, where, error=ConnectionError):
+        self.where, self.error = where, error
+
+    def _fail(self, where, span):
+        if self.where == where and span.name == "megatron.train_step":
+            self.where = None
+            raise self.error("the network")
+
+    def on_start(self, span, parent_context=None):
+        self._fail("on_start", span)
+
+    def on_end(self, span):
+        self._fail("on_end", span)
+
+
+@pytest.mark.parametrize("where", ["on_start", "on_end"])
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_processor_that_fails_once_costs_one_span_and_no_more(recorder, provider, exporter, caplog, where, hold):
+    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    processors = provider._active_span_processor
+    processors._span_processors = (Failing(where), *processors._span_processors)
+    for _ in range(3):
+        step = recorder.begin("megatron.train_step", LIVE)
+        recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+        recorder.end(step, hold=hold)
+        recorder.release({"megatron.loss": 1.5})
+    recorder.drain()
+    names = Counter(span.name for span in exporter.get_finished_spans())
+    assert names == {"megatron.train_step": 2, "megatron.microbatch.forward": 3}
+    assert recorder.dropped == 1
+    assert caplog.text.count("A span was lost, since a sampler or processor of spans raised ConnectionError") == 1
+    assert recorder.current is None
+    assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_what_a_processor_raises_that_is_no_ordinary_exception_ends_no_thread(recorder, provider, exporter):
+    class Cancelling(SpanProcessor):
+        def force_flush(self, timeout_millis=30_000):
+            raise asyncio.CancelledError
+
+    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    provider.add_span_processor(Cancelling())
+    assert not recorder.flush()
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    recorder.flush()
+    assert len(exporter.get_finished_spans()) == 2
+
+
+def test_a_method_that_is_replaced_on_one_processor_sees_every_span_start(provider, exporter, recorder):
+    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    (processor,) = provider._active_span_processor._span_processors
+    started = []
+    processor.on_start = lambda span, parent_context=None: started.append(span.name)
+    step = recorder.begin("megatron.train_step", LIVE)
+    recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
+    recorder.end(step)
+    recorder.drain()
+    assert sorted(started) == ["megatron.microbatch.forward", "megatron.train_step"]
+
+
+def test_what_cannot_be_looked_at_costs_nothing_but_its_own(provider, exporter):
+    class Delegating(SpanProcessor):
+        __module__ = "opentelemetry.sdk.somebodys"
+
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    class Refusing(MeterProvider):
+        def get_meter(self, *args, **kwargs):
+            meter = super().get_meter(*args, **kwargs)
+            meter.create_counter = None
+            return meter
+
+    provider.add_span_processor(Delegating())
+    recorder = Recorder()
+    meters = Refusing(shutdown_on_exit=False)
+    recorder.connect_by(lambda: sdk.connect({"traces": provider, "metrics": meters}, None, {}))
+    recorder.end(recorder.begin("megatron.train_step", LIVE))
+    recorder.dropped = 1
+    recorder.flush()
+    recorder.abandon()
+    assert len(exporter.get_finished_spans()) == 1
