@@ -8,6 +8,7 @@ was told in confidence is taken out even then, as far as it can be told.
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
 import os
 import re
@@ -34,19 +35,38 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRET = {"PWD", "OLDPWD"}
+_QUOTED = r"(?:\w{0,20}[(\[{])?[bru]?(?:\"(?:[^\"]|(?<=\\)\")*\"?|'(?:[^']|(?<=\\)')*'?)"
 _VALUE = (
-    r"\"(?:[^\"]|(?<=\\)\")*\"?|'(?:[^']|(?<=\\)')*'?"
+    rf"{_QUOTED}"
     r"|(?:(?:token|bearer|basic|digest)\s+)?[^\s,;&\"'(){}\[\]]+"
 )
 _KEY = rf"(?i)(?P<key>(?<![\w.\-])(?=[\w.\-]{{0,100}}?(?:{_SECRET.pattern}))[\w.\-]{{1,200}})"
 _KEY_AND_VALUE = re.compile(rf"{_KEY}(?P<between>[\"']?\s*(?:=>|[=:])(?:\s|\\[nrt])*)(?P<value>{_VALUE})")
 _FLAG_AND_VALUE = re.compile(rf"{_KEY.replace('?P<key>', '?P<key>(?=-)')}(?P<between>\s+)(?P<value>{_VALUE})")
+# A key and its value beside each other: of an argument list, a header's pair, a Kubernetes variable, an XML element.
+_VALUE_OF = r"(?:[\"']?value[\"']?\s{0,9}[:=]\s{0,9})"
+_BESIDE = tuple(
+    re.compile(rf"{_KEY}(?P<between>{between})(?P<value>{value})")
+    for between, value in (
+        (rf"[\"']?\s{{0,9}}[,(]\s{{0,9}}{_VALUE_OF}?", _QUOTED),
+        (rf"[\"']?(?:\s|\\[nrt]){{1,9}}{_VALUE_OF}", r"[^\s\"']+"),
+        (r">", r"[^<\n]+(?=</)"),
+    )
+)
+_REST_OF_LINE = re.compile(
+    r"(?P<key>\b(?:authorization|cookie))(?P<between>[\"']?\s{0,9}[=:]\s{0,9}[\"']?)(?P<value>[^\n\"']+)", re.IGNORECASE
+)
+_USER = re.compile(
+    r"(?P<key>(?<![\w\-])(?:-u|--(?:proxy-)?user))(?P<between>[\s=]{1,9}|[\"']\s{0,9},\s{0,9}[\"'])(?P<value>[^\s\"':]+:[^\s\"']+)"
+)
 _IN_URL = re.compile(r"(?<=://)(?P<value>[^\s\"'<>]{1,1000})@")
 _AFTER_SCHEME = re.compile(
     r"(?P<key>\b(?:bearer|basic|digest))(?P<between>\s+)(?P<value>[\w+/=.~\-]{4,})", re.IGNORECASE
 )
 _TOKEN = re.compile(
-    r"\b(?:eyJ|[spr]k[-_]|gh[a-z]_|github_pat_|glpat-|hf_|AKIA|ASIA|AIza|ya29\.|xox[a-z]-|npm_|pypi-|nvapi-|SG\.)[\w.+/=\-]{8,}"
+    r"\b(?:eyJ|[spr]k[-_]|gh[a-z]_|github_pat_|glpat-|hf_|AKIA|ASIA|AIza|ya29\.|xox[a-z]-|npm_|pypi-|nvapi-|SG\.|hvs\.|dt0\w\d\d\.)"
+    r"[\w.+/=\-]{8,}"
+    r"|(?<=hooks\.slack\.com/services/)\S+"
     # Of a run of such characters each is looked at once: nobody waits for this who raises an error of 40,000 of them.
     r"|(?<![\w+/=\-.])(?=[\w+/=\-]*\d)(?=[\w+/=\-]*[A-Za-z])[\w+/=\-]{32,}"
 )
@@ -185,7 +205,9 @@ def without_secrets(text: str) -> str:
     text = _IN_URL.sub("<credentials>@", text)
     text = _TOKEN.sub("<token>", text)
     text = _AFTER_SCHEME.sub(r"\g<key>\g<between><credentials>", text)
-    for pattern in (_KEY_AND_VALUE, _FLAG_AND_VALUE):
+    for pattern in (_REST_OF_LINE, _USER):
+        text = pattern.sub(r"\g<key>\g<between><credentials>", text)
+    for pattern in (*_BESIDE, _KEY_AND_VALUE, _FLAG_AND_VALUE):
         text = pattern.sub(_without_value, text)
     return text
 
@@ -213,13 +235,20 @@ def _told_by_name() -> Iterator[tuple[str, str]]:
             yield "argument", word
 
 
+@functools.lru_cache(4096)
+def _inside(value: str) -> tuple[str, ...]:
+    """What is written in a variable, or a word of the command line, as secrets are."""
+    found = [match["value"] for pattern in (_IN_URL, _AFTER_SCHEME) for match in pattern.finditer(value)]
+    found += [match[0] for match in _PRIVATE_KEY.finditer(value)]
+    for pattern in (*_BESIDE, _KEY_AND_VALUE):
+        found += [match["value"] for match in pattern.finditer(value) if _SECRET.search(match["key"])]
+    return tuple(found)
+
+
 def _secrets() -> Iterator[tuple[str, str]]:
     for name, value in _told_by_name():
         label = name if _NAME.fullmatch(name) else "argument"
-        inside = [match["value"] for match in _IN_URL.finditer(value)]
-        inside += [match["value"] for match in _AFTER_SCHEME.finditer(value)]
-        inside += [match[0] for match in _PRIVATE_KEY.finditer(value)]
-        inside += [match["value"] for match in _KEY_AND_VALUE.finditer(value) if _SECRET.search(match["key"])]
+        inside = list(_inside(value))
         if _SECRET.search(name) and name not in _NO_SECRET and not value.startswith(("/", "~/")):
             inside.append(value)
         for secret in inside:
