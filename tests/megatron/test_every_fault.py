@@ -70,7 +70,8 @@ def test_each_failure_is_reported_and_names_the_part_that_is_off():
                 r"['\"](Recording of [\w.]+ failed and is off|Could not (instrument|take the instr)|Signals can't|"
                 r"Switching the instrumentation failed|"
                 r"Which rank this is can't be added|A log record could not be exported|"
-                r"What the application does to its providers can't be followed|Spans are (made|encoded) by|A span was lost|"
+                r"What the application does to its providers can't be followed|Spans are (made|encoded) by|"
+                r"A span was lost|"
                 r"OpenTelemetry could not be set up|No (traces|metrics|logs) are recorded|"
                 r"Exporting [\w ]+ failed|Exporting [\w ]+ took too long|\d+ spans were dropped)",
                 first,
