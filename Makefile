@@ -44,7 +44,7 @@ test: lint test-unit test-processes test-megatron
 test-unit: $(VENV)/installed
 	$(PYTEST) $(PARALLEL) tests/unit
 
-# What takes processes of its own, and signals: no torch either, but half a minute.
+# What takes processes of its own, and signals: no torch either, but a minute and a half.
 test-processes: $(VENV)/installed $(VENV)/otel-oldest $(VENV)/vendors $(VENV)/otlp-$(OTLP)
 	$(PYTEST) $(PARALLEL) tests/processes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from struct import Struct, error
 from typing import Any
 
@@ -39,20 +39,19 @@ _SPAN = b"\x12"  # in ScopeSpans
 _Encoder = Callable[[Sequence[ReadableSpan]], Any]
 """From spans to a message ExportTraceServiceRequest."""
 
-_MOST_KNOWN = 4096
+# Names, values and lengths come again: their bytes are made once, and kept so long as they are among the latest.
+_known = lru_cache(4096, typed=True)
 
 _child = Struct("<2s16s2s8s2s8s").pack
 _root = Struct("<2s16s2s8s").pack
 _times = Struct("<sQsQ").pack
-_names: dict[str, bytes] = {}
-_attributes: dict[tuple[str, Any, type], bytes] = {}
-_lengths = [bytes((size,)) if size < 128 else bytes((size & 0x7F | 0x80, size >> 7)) for size in range(1 << 14)]
 
 
 class Unusual(Exception):
     """A span has what only the exporter's own encoder knows."""
 
 
+@_known
 def _varint(number: int) -> bytes:
     """A number as protobuf writes one; a negative one takes ten bytes."""
     number &= (1 << 64) - 1
@@ -68,29 +67,32 @@ def _field(tag: int, value: bytes) -> bytes:
     return bytes((tag,)) + _varint(len(value)) + value
 
 
+@_known
 def _attribute(key: str, value: Any) -> bytes:
     """A KeyValue, in its field of Span."""
     if type(value) is bool:
         encoded = b"\x10" + bytes((value,))
     elif type(value) is int and -(1 << 63) <= value < 1 << 63:
         encoded = b"\x18" + _varint(value)
-    elif type(value) is float:
-        encoded = b"\x21" + Struct("<d").pack(value)
     elif type(value) is str:
         encoded = _field(0x0A, value.encode())
     else:
         raise Unusual
-    found = _field(_ATTRIBUTE, _field(0x0A, key.encode()) + _field(0x12, encoded))
-    if len(_attributes) < _MOST_KNOWN and type(value) is not float:
-        _attributes[key, value, type(value)] = found
-    return found
+    return _key_value(key, encoded)
 
 
+def _float(key: str, value: float) -> bytes:
+    """The same for a float, which seldom comes again, and of which 0.0 and -0.0 are equal."""
+    return _key_value(key, b"\x21" + Struct("<d").pack(value))
+
+
+def _key_value(key: str, value: bytes) -> bytes:
+    return _field(_ATTRIBUTE, _field(0x0A, key.encode()) + _field(0x12, value))
+
+
+@_known
 def _name(name: str) -> bytes:
-    found = _field(_NAME, name.encode()) + _INTERNAL
-    if len(_names) < _MOST_KNOWN:
-        _names[name] = found
-    return found
+    return _field(_NAME, name.encode()) + _INTERNAL
 
 
 def _link(link: Link) -> bytes:
@@ -123,17 +125,15 @@ def encode(span: ReadableSpan) -> bytes:
     else:
         ids = _child(_TRACE_ID, trace_id, _SPAN_ID, span_id, _PARENT_ID, parent.span_id.to_bytes(8, "big"))
         flags = _REMOTE if parent.is_remote else _LOCAL
-    name = span._name
-    parts = [ids, _names.get(name) or _name(name), _times(_START, span._start_time, _END, span._end_time)]
+    parts = [ids, _name(span._name), _times(_START, span._start_time, _END, span._end_time)]
     if attributes:
         for key, value in attributes.items():
-            parts.append(_attributes.get((key, value, type(value))) or _attribute(key, value))
+            parts.append(_float(key, value) if type(value) is float else _attribute(key, value))
     if links:
         parts += map(_link, links)
     parts += (_STATUS[status.status_code], flags)
     body = b"".join(parts)
-    size = len(body)
-    return b"".join((_SPAN, _lengths[size] if size < 16384 else _varint(size), body))
+    return b"".join((_SPAN, _varint(len(body)), body))
 
 
 def _request(of_sdk: _Encoder, kind: Any, spans: Sequence[ReadableSpan]) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from math import isfinite
 from typing import Any
 
@@ -22,7 +22,7 @@ def is_finite(value: Any, depth: int = _DEEPEST) -> bool:
         return isfinite(value)
     if isinstance(value, Mapping):
         value = value.values()
-    elif not isinstance(value, (list, tuple, Set)):  # what else is a sequence may be without end
+    elif not isinstance(value, (Sequence, Set)) or isinstance(value, (str, bytes, bytearray)):
         return True
     return depth > 0 and all(is_finite(part, depth - 1) for part in value)
 

@@ -37,10 +37,9 @@ def add(parser: Any) -> None:
             group.add_argument(flag, default=None, **_FLAGS[flag])
 
 
-def are_due() -> bool:
-    """Whether the command line has some that Megatron is yet to parse: it exits on one that it doesn't know."""
-    module = sys.modules.get("megatron.training.global_vars")
-    return getattr(module, "_GLOBAL_ARGS", None) is None and any(word.split("=")[0] in _FLAGS for word in sys.argv)
+def are_given() -> bool:
+    """Whether the command line has any of them."""
+    return any(word.split("=")[0] in _FLAGS for word in sys.argv)
 
 
 def teach(module: Any) -> None:

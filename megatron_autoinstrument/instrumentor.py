@@ -31,7 +31,7 @@ from megatron_autoinstrument import (
 from megatron_autoinstrument.base import BaseInstrumentor
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.spans import RECORDER
-from megatron_autoinstrument.targets import arguments
+from megatron_autoinstrument.targets import arguments, global_vars
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.sdk import Connection
@@ -376,7 +376,8 @@ def _look(look: Callable[[], None]) -> None:
 def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
-    if not flags.are_due():
+    # Megatron exits on flags that its parser doesn't know, and may be yet to parse these.
+    if not flags.are_given() or global_vars.args() is not None:
         arguments.LEDGER.uninstall(rebind=False)  # the other one does that as well
     LEDGER.uninstall()
     return watched
@@ -385,7 +386,7 @@ def _take_out() -> bool:
 def _patch(wanted: frozenset[str]) -> None:
     if _in_child_of_a_rank:
         return
-    from megatron_autoinstrument.targets import SEAMS, global_vars, schedules
+    from megatron_autoinstrument.targets import SEAMS, schedules
 
     schedules.running = None  # in the middle of a pass nobody has counted its calls
     schedules.all_counted = True

@@ -83,11 +83,12 @@ class Connection:
         self._exports = {
             name: exporting.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()
         }
-        self._lost: Any = None
+        counter = (SPANS_DROPPED, "{span}", "Spans that were recorded and not exported")
         try:
-            self._lost = self.meter.create_counter(SPANS_DROPPED, "{span}", "Spans that were recorded and not exported")
+            self._lost = self.meter.create_counter(*counter)
         except Exception:
             _logger.debug("A meter of somebody's has no place for a counter", exc_info=True)
+            self._lost = metrics.NoOpMeter(SCOPE).create_counter(*counter)
         self._tell_from = monotonic() + _PROCESSORS_WITHIN_S
         self.look()
 
@@ -243,8 +244,7 @@ class Connection:
 
     def count_lost(self, spans: int) -> None:
         """Adds to the metric of lost spans."""
-        if self._lost is not None:
-            self._lost.add(spans)
+        self._lost.add(spans)
 
     def give_up(self, late: bool) -> None:
         """Leaves out of the shutdowns at exit what would wait for a collector: they have no bound. What they would

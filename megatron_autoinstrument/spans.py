@@ -494,7 +494,7 @@ class Recorder:
         """Ends the span that is held, if any, with the end that its call had."""
         held, self._held = self._held, None
         if held is not None and held.span is not None:
-            self._end(held.span, held.end, attributes)
+            self._end(held.span, held.end, {**(held.attributes or {}), **(attributes or {})})
 
     def _end(self, span: trace.Span, end: int | None, attributes: Attributes | None = None) -> None:
         try:
@@ -530,8 +530,6 @@ class Recorder:
             return
         _mark(span, record, ended + record.offset)
         if hold:
-            if record.attributes:
-                span.set_attributes(finite(record.attributes))
             record.ended = ended  # before another thread may release it
             self._held = record
             if not self._holds:  # since a moment ago: whoever said so may have looked before it was there

@@ -27,14 +27,39 @@ VERSION = 1
 
 # Name and format of each field, in their order; all are little-endian, and none has padding.
 HEADER = {
-    **{"magic": "8s", "version": "I", "slot_bytes": "I", "kinds_at": "I", "kept_at": "I", "ring_at": "I"},
-    **{"kept_slots": "I", "ring_slots": "I", "rank": "i", "world_size": "i", "run": "I"},
-    **{"pid": "Q", "process_start": "Q", "kinds_bytes": "Q", "written": "Q", "iteration": "q"},
-    **{"monotonic": "q", "wall_clock": "q", "run_id": "64s"},
+    "magic": "8s",
+    "version": "I",
+    "slot_bytes": "I",
+    "kinds_at": "I",
+    "kept_at": "I",
+    "ring_at": "I",
+    "kept_slots": "I",
+    "ring_slots": "I",
+    "rank": "i",
+    "world_size": "i",
+    "run": "I",
+    "pid": "Q",
+    "process_start": "Q",
+    "kinds_bytes": "Q",
+    "written": "Q",
+    "iteration": "q",
+    "monotonic": "q",
+    "wall_clock": "q",
+    "run_id": "64s",
 }
 SLOT = {
-    **{"kind": "H", "flags": "H", "thread": "I", "begin": "q", "end": "q", "offset": "q"},
-    **{"trace_id": "16s", "span_id": "8s", "parent_id": "8s", "link": "24s", "first": "q", "second": "q"},
+    "kind": "H",
+    "flags": "H",
+    "thread": "I",
+    "begin": "q",
+    "end": "q",
+    "offset": "q",
+    "trace_id": "16s",
+    "span_id": "8s",
+    "parent_id": "8s",
+    "link": "24s",
+    "first": "q",
+    "second": "q",
     "number": "Q",
 }
 NONE = -(2**63)
@@ -59,7 +84,7 @@ _HEADER, _SLOT = (Struct("<" + "".join(fields.values())) for fields in (HEADER, 
 _AT, _IN_SLOT = _offsets(HEADER), _offsets(SLOT)
 SLOT_BYTES = _SLOT.size
 # What a call begins with: kind, flags and thread are one number, which is worked out once.
-_BEGIN = Struct("<Qqqq16s8s8s24sqqQ")
+_BEGIN = Struct("<Q" + "".join(list(SLOT.values())[3:]))
 
 
 class Slot(NamedTuple):
@@ -254,11 +279,7 @@ def _ring(
         number = next(numbers)
         words[written_at] = number  # before the slot: a reader then knows that what stood there is on its way out
         at = start + (number & mask) * slot
-        # fmt: off
-        pack_into(
-            memory, at, what, now(), 0, offset, trace_id, span_id, parent_id, link, first, second, number
-        )
-        # fmt: on
+        pack_into(memory, at, what, now(), 0, offset, trace_id, span_id, parent_id, link, first, second, number)
         return number
 
     def end(number: int) -> None:
