@@ -4,8 +4,9 @@ what the span itself does. Whoever brings a sampler, a processor or limits of an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from threading import RLock
 from typing import Any
 
 from opentelemetry.sdk.resources import Resource
@@ -15,10 +16,11 @@ from opentelemetry.trace import Link, SpanContext, TraceFlags
 
 from megatron_autoinstrument.ids import PrivateIdGenerator, random_span_id
 from megatron_autoinstrument.redact import get_logger
-from megatron_autoinstrument.sampling import keeps_what_is_inside
+from megatron_autoinstrument.sampling import keeps_roots, keeps_what_is_inside
 
 _logger = get_logger(__name__)
 
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
 
 
@@ -39,14 +41,14 @@ class HashedOnce(Resource):
 class Direct:
     """Makes the spans of one tracer."""
 
-    def __init__(self, tracer: Any, ours: type) -> None:
+    def __init__(self, tracer: Any, *ours: type) -> None:
         """
         Args:
             tracer: The tracer.
-            ours: The class of this package's own processor.
+            ours: The classes of this package's own processors.
         """
         self._tracer = tracer
-        self._processors = {BatchSpanProcessor, SimpleSpanProcessor, ours}
+        self._processors = {BatchSpanProcessor, SimpleSpanProcessor, *ours}
         self.possible = False
         self.look()
 
@@ -78,7 +80,8 @@ class Direct:
         if type(tracer.resource) is Resource:
             tracer.resource = HashedOnce(tracer.resource)
         self._scope, self._limits = tracer._instrumentation_scope, tracer._span_limits
-        return (
+        self._keeps_root = keeps_roots(tracer.sampler)
+        possible = (
             type(tracer.id_generator) is PrivateIdGenerator
             and type(tracer.span_processor) is SynchronousMultiSpanProcessor
             and all(map(self._knows, tracer.span_processor._span_processors))
@@ -88,6 +91,10 @@ class Direct:
             # What counts spans by itself would not count these.
             and type(getattr(tracer, "_tracer_metrics", None)).__name__ in ("NoneType", "NoOpTracerMetrics")
         )
+        if possible and not self.possible:
+            # Now: to find out later that the SDK's constructor is another would be at a user's call.
+            Live(self, SpanContext(1, 1, False, _SAMPLED), None, "sample", 1, None, ()).make()
+        return possible
 
     def _knows(self, processor: Any) -> bool:
         """Whether it does with a span what all of its class do, and nothing when one starts."""
@@ -95,44 +102,40 @@ class Direct:
 
     def start(
         self,
-        parent: SpanContext,
+        parent: SpanContext | None,
+        trace_id: int | None,
         name: str,
         start: int,
         attributes: Mapping[str, Any] | None,
         links: Sequence[Link],
         span_id: int | None,
-    ) -> Span | None:
-        """Starts a span. None where the tracer has to.
+    ) -> Live | None:
+        """Starts a span that may be current. None where the tracer has to.
 
         Args:
             parent: A span that the sampler was asked about: the SDK's own keep what is inside one that they kept.
+            trace_id: Of the trace whose root it is, where it has no parent.
             name: Of the span.
             start: In ns since the epoch.
             attributes: Of it.
             links: Of it.
             span_id: Its id; None for a random one.
         """
-        if not self.possible or not parent.trace_flags.sampled:
+        if not self.possible:
             return None
-        tracer = self._tracer
         try:
-            span = _Started(
-                name,
-                _context(parent, span_id),
-                parent,
-                tracer.sampler,
-                resource=tracer.resource,
-                attributes=attributes,
-                links=links,
-                span_processor=tracer.span_processor,
-                limits=self._limits,
-                instrumentation_scope=self._scope,
-            )
-            span.start(start)
+            if parent is None:
+                if trace_id is None or self._keeps_root is None or not self._keeps_root(trace_id):
+                    return None
+                context = _context(SpanContext(trace_id, 1, False, _SAMPLED), span_id)
+            elif parent.trace_flags.sampled:
+                context = _context(parent, span_id)
+            else:
+                return None
+            return Live(self, context, parent, name, start, attributes, links)
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
             return None
-        return span
 
     def end(
         self,
@@ -147,31 +150,137 @@ class Direct:
         """Hands on a span that ended without error, at `end`, and returns its context; all else is as for `start`."""
         if not self.possible or not parent.trace_flags.sampled:
             return None
-        if attributes and not _PLAIN.issuperset(map(type, attributes.values())):
-            return None
-        tracer = self._tracer
         try:
             context = _context(parent, span_id)
-            span = ReadableSpan(
-                name,
-                context,
-                parent,
-                tracer.resource,
-                attributes,
-                links=links,
-                start_time=start,
-                end_time=end,
-                instrumentation_scope=self._scope,
-            )
-            tracer.span_processor.on_end(span)
+            return context if self._emit(context, parent, name, start, end, attributes, links) else None
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
             return None
-        return context
+
+    def emit(self, span: Any, attributes: Mapping[str, Any] | None) -> bool:
+        """Hands on a span that was finished, with these attributes. False where it is still to be ended, by the
+        tracer's way.
+
+        Args:
+            span: The span.
+            attributes: All of them.
+        """
+        if type(span) is not Live:
+            return False
+        of, name, context, parent, start, _, links = span._made_of
+        end, span._end_time = span._end_time, None  # until it is handed on, it may be ended in the other way
+        if end is None or not of.possible:
+            return False
+        try:
+            done = of._emit(context, parent, name, start, end, attributes, links)
+        except Exception as error:  # noqa: BLE001
+            self._give_up(error)
+            return False
+        if done:
+            span._end_time = end
+        return done
+
+    def finish(self, span: Any, end: int | None) -> bool:
+        """Ends a span, if it is one that can be handed on."""
+        return type(span) is Live and end is not None and span.finish(end)
+
+    def _emit(
+        self,
+        context: SpanContext,
+        parent: SpanContext | None,
+        name: str,
+        start: int,
+        end: int,
+        attributes: Mapping[str, Any] | None,
+        links: Sequence[Link],
+    ) -> bool:
+        if attributes and not _PLAIN.issuperset(map(type, attributes.values())):
+            return False
+        tracer = self._tracer
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            tracer.resource,
+            attributes,
+            links=links,
+            start_time=start,
+            end_time=end,
+            instrumentation_scope=self._scope,
+        )
+        tracer.span_processor.on_end(span)
+        return True
+
+    def construct(
+        self,
+        constructor: Callable[..., None],
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        attributes: Mapping[str, Any] | None,
+        links: Sequence[Link],
+    ) -> None:
+        """Calls the constructor of the SDK's spans."""
+        tracer = self._tracer
+        constructor(
+            name,
+            context,
+            parent,
+            tracer.sampler,
+            resource=tracer.resource,
+            attributes=attributes,
+            links=links,
+            span_processor=tracer.span_processor,
+            limits=self._limits,
+            instrumentation_scope=self._scope,
+        )
 
 
-class _Started(Span):
-    """The SDK wants a class of one's own to make a span without a tracer."""
+class Live(Span):
+    """A span that is current while its call runs. Most are asked for nothing but their context; what else the SDK makes
+    of a span is made of this one when somebody wants it, such as to set an attribute."""
+
+    _is_made = False
+    _end_time: int | None = None
+
+    def __init__(
+        self,
+        of: Direct,
+        context: SpanContext,
+        parent: SpanContext | None,
+        name: str,
+        start: int,
+        attributes: Mapping[str, Any] | None,
+        links: Sequence[Link],
+    ) -> None:
+        self._context = context
+        self._made_of = of, name, context, parent, start, attributes, links
+        self._making = RLock()  # a signal handler may ask while the span is being made
+
+    def __getattr__(self, name: str) -> Any:
+        """What there is none of yet."""
+        if self._is_made or "_made_of" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.make()
+        return object.__getattribute__(self, name)
+
+    def make(self) -> None:
+        """Makes of it what the SDK's constructor does."""
+        with self._making:
+            if self._is_made:
+                return
+            ended = self._end_time
+            of, name, context, parent, start, attributes, links = self._made_of
+            of.construct(super().__init__, name, context, parent, attributes, links)
+            self._start_time, self._end_time = start, ended
+            self._is_made = True  # last: other threads wait for it
+
+    def finish(self, end: int) -> bool:
+        """Ends it, if nobody has asked for more than its context so far; `Direct.emit` does the rest."""
+        with self._making:
+            if not self._is_made:
+                self._end_time = end
+            return not self._is_made
 
     def _readable_span(self) -> ReadableSpan:
         """What is exported of it. An SDK without this method only makes it dearer."""

@@ -50,6 +50,23 @@ def drops_what_is_inside(sampler: Any) -> bool:
     return _decides_alike(sampler, False)
 
 
+def keeps_roots(sampler: Any) -> Callable[[int], bool] | None:
+    """What says whether a span without a parent is kept, by its trace's id; None where a sampler of somebody's own
+    decides on that."""
+    from opentelemetry.sdk.trace import sampling as sdk
+
+    if type(sampler).__module__ == sdk.__name__ and isinstance(sampler, sdk.ParentBased):
+        sampler = getattr(sampler, "_root", None)
+    if type(sampler).__module__ != sdk.__name__:
+        return None
+    if isinstance(sampler, sdk.StaticSampler):
+        kept = sampler.should_sample(None, 1, "").decision is sdk.Decision.RECORD_AND_SAMPLE
+        return lambda trace_id: kept
+    if isinstance(sampler, sdk.TraceIdRatioBased):
+        return lambda trace_id: sampler.should_sample(None, trace_id, "").decision is sdk.Decision.RECORD_AND_SAMPLE
+    return None
+
+
 def _decides_alike(sampler: Any, kept: bool) -> bool:
     from opentelemetry.sdk.trace import sampling as sdk
 

@@ -50,6 +50,7 @@ _RANDOM_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]
 _LOWER_HALF = (1 << 64) - 1
 _OURS_EXIT_TIMEOUT_S = 5.0
 _THEIRS_EXIT_TIMEOUT_S = 10.0
+_BEFORE_SHUTDOWN_S = 1.0  # what somebody's shutdown waits at most for what our thread is handing on
 _PROCESSORS_WITHIN_S = 10.0  # the time that an application has to add a processor to its provider
 
 
@@ -76,7 +77,7 @@ class Connection:
         self.exit_timeout_s = _OURS_EXIT_TIMEOUT_S if all(map(_is_ours, providers.values())) else _THEIRS_EXIT_TIMEOUT_S
         self.others = " and ".join(name for name in providers if name != TRACES)
         self._generator = ids.private_generator(self.tracer)
-        self._hand_on: Callable[[], None] = lambda: None
+        self._hand_on: Callable[[float], None] = lambda seconds: None
         self._watch: _Watch | None = None
         self.direct = _direct(self.tracer)
         self._ended = exporting.Tally()
@@ -140,8 +141,12 @@ class Connection:
                 return sampler
         return None
 
-    def watch(self, hand_on: Callable[[], None]) -> None:
-        """Has `hand_on` called whenever somebody flushes the tracer provider, and notices when it is shut down."""
+    def watch(self, hand_on: Callable[[float], None]) -> None:
+        """Has `hand_on` called before somebody flushes the tracer provider or shuts it down, and notices that.
+
+        Args:
+            hand_on: Hands on what has ended; told how many seconds it may wait for another thread that does so.
+        """
         self._hand_on = hand_on
         provider = self._behind.get(TRACES)
         if provider is None:
@@ -153,6 +158,7 @@ class Connection:
             if not watches:
                 # A class of somebody's may do more when a processor is added: Phoenix's drops the one it has.
                 sdk_trace.TracerProvider.add_span_processor(provider, self._watch)
+                _put_first(provider, _First(self._watch))
         except Exception:
             _logger.debug("A tracer provider can't be watched", exc_info=True)
 
@@ -271,7 +277,7 @@ class Connection:
 class _Watch(sdk_trace.SpanProcessor):
     """What sees a tracer provider flushed, shut down, and handed spans; one for each, as it can't be taken back."""
 
-    def serve(self, connection: Connection, hand_on: Callable[[], None], ended: exporting.Tally) -> None:
+    def serve(self, connection: Connection, hand_on: Callable[[float], None], ended: exporting.Tally) -> None:
         """Works for `connection` from now on."""
         self._connection = weakref.ref(connection)
         self._hand_on = hand_on
@@ -286,15 +292,42 @@ class _Watch(sdk_trace.SpanProcessor):
             return
         self._ended.add(1)
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+    def drain(self, seconds: float = 0.0) -> None:
+        """See `Connection.watch`."""
         if self._connection() is not None:
-            self._hand_on()
+            self._hand_on(seconds)
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        self.drain()
         return True
 
     def shutdown(self) -> None:
         connection = self._connection()
         if connection is not None and connection._watch is self:
             connection.closed = True
+
+
+class _First(sdk_trace.SpanProcessor):
+    """What sees a tracer provider flushed and shut down before its other processors do: what has ended by then is to be
+    among what they export."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._watch.force_flush()
+
+    def shutdown(self) -> None:
+        self._watch.drain(_BEFORE_SHUTDOWN_S)
+
+
+def _put_first(provider: Any, processor: sdk_trace.SpanProcessor) -> None:
+    """Has `processor` come before the processors of `provider`, for which there is no public way: where there is none,
+    what ended just before they are flushed leaves later."""
+    several: Any = getattr(provider, "_active_span_processor", None)
+    with getattr(several, "_lock", nullcontext()):
+        if type(before := getattr(several, "_span_processors", None)) is tuple:
+            several._span_processors = (processor, *before)
 
 
 def connect(
@@ -376,7 +409,7 @@ def _is_unset(thing: Any, signal: _Signal) -> bool:
 def _is_empty(provider: Any) -> bool:
     """Whether it is known to have nothing that it could hand anything to."""
     holders = exporting.holders(provider)
-    return holders is not None and all(isinstance(holder, _Watch) for holder in holders)
+    return holders is not None and all(isinstance(holder, (_First, _Watch)) for holder in holders)
 
 
 _told: set[str] = set()
@@ -671,8 +704,12 @@ def _direct(tracer: Any) -> Any:
         if "direct" not in _told:
             _told.add("direct")
             _logger.warning("Spans are made by the SDK's tracer, which costs more time. %s", error)
-        return SimpleNamespace(possible=False, look=lambda: None, start=lambda *args: None, end=lambda *args: None)
-    return Direct(tracer, _Watch)
+
+        def never(*args: Any) -> None:
+            pass
+
+        return SimpleNamespace(possible=False, look=never, start=never, end=never, finish=never, emit=never)
+    return Direct(tracer, _First, _Watch)
 
 
 def _ask(provider: Any, what: str) -> None:

@@ -440,7 +440,7 @@ class Recorder:
         if connect is not None:
             self.disconnect()
             self._connection = connect()
-            self._connection.watch(lambda: self.drain(wait=False))
+            self._connection.watch(lambda seconds: self.drain(seconds=seconds))
         if self.traces is None and self._connection is not None:
             self.traces = self._plan(self._connection, self.run_number)
         if self._thread is None:
@@ -462,9 +462,10 @@ class Recorder:
         span: trace.Span | None = None
         current = trace.get_current_span().get_span_context()
         if current is place.parent:
-            span = self._connection.direct.start(current, *described)
+            span = self._connection.direct.start(current, None, *described)
         elif place.opens_step:
             context = trace.set_span_in_context(trace.INVALID_SPAN)
+            span = self._connection.direct.start(None, place.trace, *described)
         elif not current.is_valid:
             context = _context_of(place.parent)
         if span is None:
@@ -494,13 +495,22 @@ class Recorder:
         """Ends the span that is held, if any, with the end that its call had."""
         held, self._held = self._held, None
         if held is not None and held.span is not None:
-            self._end(held.span, held.end, {**(held.attributes or {}), **(attributes or {})})
+            held.attributes = {**(held.attributes or {}), **(attributes or {})}
+            self._end(held, held.span)
 
-    def _end(self, span: trace.Span, end: int | None, attributes: Attributes | None = None) -> None:
+    def _end(self, record: Record, span: trace.Span) -> None:
+        """Ends the span of a live record: in our thread, where nobody has asked the span for anything."""
+        if (
+            self._connection is not None
+            and len(self._waiting) < MAX_WAITING
+            and self._connection.direct.finish(span, record.end)
+        ):
+            self._waiting.append(record)
+            return
         try:
-            if attributes:
-                span.set_attributes(finite(attributes))
-            span.end(end)
+            if record.attributes:
+                span.set_attributes(finite(record.attributes))
+            span.end(record.end)
         except Exception as error:  # noqa: BLE001
             self._lose(error)
         if self._connection is not None and self._connection.closed:
@@ -529,13 +539,13 @@ class Recorder:
         if span is None:
             return
         _mark(span, record, ended + record.offset)
+        record.ended = ended  # before another thread may release or take it
         if hold:
-            record.ended = ended  # before another thread may release it
             self._held = record
             if not self._holds:  # since a moment ago: whoever said so may have looked before it was there
                 self.release()
         else:
-            self._end(span, ended + record.offset, record.attributes)
+            self._end(record, span)
 
     def _describe(self, error: BaseException, record: Record) -> dict[str, str] | None:
         """What a span says of an exception: its stack, too, where it was raised; its type alone on the spans around."""
@@ -649,15 +659,15 @@ class Recorder:
         request.deadline = deadline
         return thread.ask(request)
 
-    def drain(self, final: bool = False, wait: bool = True) -> None:
+    def drain(self, final: bool = False, seconds: float = -1) -> None:
         """Hands the closed records on. Any thread may call it; the training thread has no need to.
 
         Args:
             final: Whether to give up those that are still open.
-            wait: Whether to wait for another thread that does so already.
+            seconds: How long to wait for another thread that does so already; -1: until it is done.
         """
         draining = self._draining  # a forked child gets another
-        if not draining.acquire(blocking=wait):
+        if not draining.acquire(timeout=seconds):
             return
         try:
             if self._connection is not None:
@@ -725,8 +735,11 @@ class Recorder:
                     record.span = NonRecordingSpan(context)
                     return
         span = record.span or self._start(record)
-        if record.attributes:
-            span.set_attributes(finite(record.attributes))
+        attributes = finite(record.attributes) if record.attributes else None
+        if self._connection.direct.emit(span, attributes):
+            return
+        if attributes:
+            span.set_attributes(attributes)
         _mark(span, record, end)
         span.end(end)
 
