@@ -4,6 +4,7 @@ without a byte between them.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -19,9 +20,21 @@ def trace_id(*parts: Any) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=16).digest(), "big") or 1
 
 
+_STRIDE = (
+    0x9E3779B97F4A7C15  # odd, so that no two numbers of a series meet, and large, so that ids look like any others
+)
+
+
+@lru_cache(256)
+def _first_id(key: Key) -> int:
+    """Of a series: one for each kind of call in a pass, of this rank and of those that it links to."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+
+
 def span_id(identity: Identity) -> int:
     """The span id that belongs to `identity`."""
-    return int.from_bytes(blake2b(repr(identity).encode(), digest_size=8).digest(), "big") or 1
+    key, number = identity
+    return (_first_id(key) + number * _STRIDE) % (1 << 64) or 1
 
 
 class Traces(NamedTuple):
