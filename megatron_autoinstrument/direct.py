@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SynchronousMultiSpanProcessor, Tracer
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
+from megatron_autoinstrument.finite import finite
 from megatron_autoinstrument.ids import PrivateIdGenerator, random_span_id
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.sampling import keeps_roots, keeps_what_is_inside
@@ -41,14 +41,17 @@ class HashedOnce(Resource):
 class Direct:
     """Makes the spans of one tracer."""
 
-    def __init__(self, tracer: Any, *ours: type) -> None:
+    def __init__(self, tracer: Any, ours: type, is_closed: Callable[[], bool]) -> None:
         """
         Args:
             tracer: The tracer.
-            ours: The classes of this package's own processors.
+            ours: The class of this package's own processor.
+            is_closed: Whether the tracer's provider was shut down.
         """
         self._tracer = tracer
-        self._processors = {BatchSpanProcessor, SimpleSpanProcessor, *ours}
+        self._processors = {BatchSpanProcessor, SimpleSpanProcessor, ours}
+        self._is_closed = is_closed
+        self._seen: Any = None  # the processors that there were at the last look
         self.possible = False
         self.look()
 
@@ -77,6 +80,7 @@ class Direct:
 
     def _may(self) -> bool:
         tracer = self._tracer
+        self._seen = getattr(tracer.span_processor, "_span_processors", None)  # first: more may come meanwhile
         if type(tracer.resource) is Resource:
             tracer.resource = HashedOnce(tracer.resource)
         self._scope, self._limits = tracer._instrumentation_scope, tracer._span_limits
@@ -93,12 +97,18 @@ class Direct:
         )
         if possible and not self.possible:
             # Now: to find out later that the SDK's constructor is another would be at a user's call.
-            Live(self, SpanContext(1, 1, False, _SAMPLED), None, "sample", 1, None, ()).make()
+            Live(self, SpanContext(1, 1, False, _SAMPLED), None, "sample", 1, None, ()).behind()
         return possible
 
     def _knows(self, processor: Any) -> bool:
         """Whether it does with a span what all of its class do, and nothing when one starts."""
         return type(processor) in self._processors and vars(processor).keys().isdisjoint(("on_start", "on_end"))
+
+    def _is_possible(self) -> bool:
+        """Also where a processor has come since the last look."""
+        if self.possible and self._tracer.span_processor._span_processors is not self._seen:
+            self.look()
+        return self.possible
 
     def start(
         self,
@@ -121,9 +131,9 @@ class Direct:
             links: Of it.
             span_id: Its id; None for a random one.
         """
-        if not self.possible:
-            return None
         try:
+            if not self._is_possible():
+                return None
             if parent is None:
                 if trace_id is None or self._keeps_root is None or not self._keeps_root(trace_id):
                     return None
@@ -148,41 +158,43 @@ class Direct:
         span_id: int | None,
     ) -> SpanContext | None:
         """Hands on a span that ended without error, at `end`, and returns its context; all else is as for `start`."""
-        if not self.possible or not parent.trace_flags.sampled:
-            return None
         try:
+            if not self._is_possible() or not parent.trace_flags.sampled or not _is_plain(attributes):
+                return None
             context = _context(parent, span_id)
-            return context if self._emit(context, parent, name, start, end, attributes, links) else None
+            self._emit(context, parent, name, start, end, attributes, links)
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
             return None
+        return context
 
-    def emit(self, span: Any, attributes: Mapping[str, Any] | None) -> bool:
-        """Hands on a span that was finished, with these attributes. False where it is still to be ended, by the
-        tracer's way.
+    def finish(self, span: Any, end: int | None, attributes: Mapping[str, Any] | None) -> bool:
+        """Ends a span of `start`'s, with these attributes, if nobody has asked it for more than its context so far;
+        `emit` does the rest."""
+        return type(span) is Live and end is not None and span.finish(end, attributes)
 
-        Args:
-            span: The span.
-            attributes: All of them.
+    def emit(self, span: Any) -> bool:
+        """Hands on a span that was finished. False if it was not.
+
+        Raises:
+            RuntimeError: its provider was shut down.
         """
-        if type(span) is not Live:
+        ended = span.ended if type(span) is Live else None
+        if ended is None:
             return False
-        of, name, context, parent, start, _, links = span._made_of
-        end, span._end_time = span._end_time, None  # until it is handed on, it may be ended in the other way
-        if end is None or not of.possible:
-            return False
-        try:
-            done = of._emit(context, parent, name, start, end, attributes, links)
-        except Exception as error:  # noqa: BLE001
-            self._give_up(error)
-            return False
-        if done:
-            span._end_time = end
-        return done
-
-    def finish(self, span: Any, end: int | None) -> bool:
-        """Ends a span, if it is one that can be handed on."""
-        return type(span) is Live and end is not None and span.finish(end)
+        of, name, context, parent, start, _, links = span.made_of
+        if of._is_closed():
+            raise RuntimeError("The provider was shut down.")
+        attributes = finite(ended.attributes) if ended.attributes else None
+        if of._is_possible() and _is_plain(attributes):
+            try:
+                of._emit(context, parent, name, start, ended.end, attributes, links)
+            except Exception as error:  # noqa: BLE001
+                of._give_up(error)
+            else:
+                return True
+        of._tracer.span_processor.on_end(span.behind()._readable_span())
+        return True
 
     def _emit(
         self,
@@ -193,9 +205,7 @@ class Direct:
         end: int,
         attributes: Mapping[str, Any] | None,
         links: Sequence[Link],
-    ) -> bool:
-        if attributes and not _PLAIN.issuperset(map(type, attributes.values())):
-            return False
+    ) -> None:
         tracer = self._tracer
         span = ReadableSpan(
             name,
@@ -209,20 +219,18 @@ class Direct:
             instrumentation_scope=self._scope,
         )
         tracer.span_processor.on_end(span)
-        return True
 
-    def construct(
+    def made(
         self,
-        constructor: Callable[..., None],
         name: str,
         context: SpanContext,
         parent: SpanContext | None,
         attributes: Mapping[str, Any] | None,
         links: Sequence[Link],
-    ) -> None:
-        """Calls the constructor of the SDK's spans."""
+    ) -> Span:
+        """A span of the SDK's, which has not started."""
         tracer = self._tracer
-        constructor(
+        return _Started(
             name,
             context,
             parent,
@@ -236,12 +244,33 @@ class Direct:
         )
 
 
-class Live(Span):
-    """A span that is current while its call runs. Most are asked for nothing but their context; what else the SDK makes
-    of a span is made of this one when somebody wants it, such as to set an attribute."""
+class _Started(Span):
+    """The SDK wants a class of one's own to make a span without a tracer."""
 
-    _is_made = False
-    _end_time: int | None = None
+    def _readable_span(self) -> ReadableSpan:
+        """What is exported of it. An SDK without this method only makes it dearer."""
+        span = super()._readable_span()
+        # Of the SDK's bounded lists an encoder makes copies, under a lock: half of its work where they are empty.
+        for name in ("_events", "_links"):
+            if not getattr(span, name, True):
+                with suppress(AttributeError):  # of another make
+                    setattr(span, name, ())
+        return span
+
+
+class _Ended(NamedTuple):
+    """How a call ended whose span had been asked for nothing but its context."""
+
+    end: int
+    attributes: Mapping[str, Any] | None
+
+
+class Live(_Started):
+    """A span that is current while its call runs. Most are asked for nothing but their context. Where somebody asks for
+    more, a span of the SDK's is made, and has the state of this one from then on.
+
+    Whether that or the end comes first is decided by one `setdefault`: threads and signal handlers need no lock.
+    """
 
     def __init__(
         self,
@@ -253,44 +282,54 @@ class Live(Span):
         attributes: Mapping[str, Any] | None,
         links: Sequence[Link],
     ) -> None:
-        self._context = context
-        self._made_of = of, name, context, parent, start, attributes, links
-        self._making = RLock()  # a signal handler may ask while the span is being made
+        vars(self).update(_context=context, made_of=(of, name, context, parent, start, attributes, links))
+
+    def finish(self, end: int, attributes: Mapping[str, Any] | None) -> bool:
+        """Ends it, if there is no span behind it."""
+        ended = _Ended(end, attributes)
+        return vars(self).setdefault("state", ended) is ended
+
+    @property
+    def ended(self) -> _Ended | None:
+        """How it was finished, if it was."""
+        state = vars(self).get("state")
+        return state if type(state) is _Ended else None
+
+    def behind(self) -> Span:
+        """The SDK's span. Of one that was finished, there is one to be read: it has ended."""
+        own = vars(self)
+        state = own.get("state") or own.setdefault("state", self._made(None))
+        if type(state) is not _Ended:
+            return state
+        return own.get("late") or own.setdefault("late", self._made(state))
+
+    def _made(self, ended: _Ended | None) -> Span:
+        of, name, context, parent, start, attributes, links = self.made_of
+        if ended is not None:
+            attributes = finite(ended.attributes) if ended.attributes else None
+        span = of.made(name, context, parent, attributes, links)
+        span._start_time = start
+        if ended is not None:
+            span._end_time = ended.end
+        return span
 
     def __getattr__(self, name: str) -> Any:
-        """What there is none of yet."""
-        if self._is_made or "_made_of" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.make()
-        return object.__getattribute__(self, name)
+        if "made_of" not in vars(self):  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.behind(), name)
 
-    def make(self) -> None:
-        """Makes of it what the SDK's constructor does."""
-        with self._making:
-            if self._is_made:
-                return
-            ended = self._end_time
-            of, name, context, parent, start, attributes, links = self._made_of
-            of.construct(super().__init__, name, context, parent, attributes, links)
-            self._start_time, self._end_time = start, ended
-            self._is_made = True  # last: other threads wait for it
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.behind(), name, value)
 
-    def finish(self, end: int) -> bool:
-        """Ends it, if nobody has asked for more than its context so far; `Direct.emit` does the rest."""
-        with self._making:
-            if not self._is_made:
-                self._end_time = end
-            return not self._is_made
+    def is_recording(self) -> bool:
+        """Whether it has not ended."""
+        state = vars(self).get("state")
+        return state is None or (type(state) is not _Ended and state.is_recording())
 
-    def _readable_span(self) -> ReadableSpan:
-        """What is exported of it. An SDK without this method only makes it dearer."""
-        span = super()._readable_span()
-        # Of the SDK's bounded lists an encoder makes copies, under a lock: half of its work where they are empty.
-        for name in ("_events", "_links"):
-            if not getattr(span, name, True):
-                with suppress(AttributeError):  # of another make
-                    setattr(span, name, ())
-        return span
+
+def _is_plain(attributes: Mapping[str, Any] | None) -> bool:
+    """Whether the SDK takes these values as they are."""
+    return not attributes or _PLAIN.issuperset(map(type, attributes.values()))
 
 
 def _context(parent: SpanContext, span_id: int | None) -> SpanContext:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from time import monotonic
@@ -50,7 +50,6 @@ _RANDOM_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]
 _LOWER_HALF = (1 << 64) - 1
 _OURS_EXIT_TIMEOUT_S = 5.0
 _THEIRS_EXIT_TIMEOUT_S = 10.0
-_BEFORE_SHUTDOWN_S = 1.0  # what somebody's shutdown waits at most for what our thread is handing on
 _PROCESSORS_WITHIN_S = 10.0  # the time that an application has to add a processor to its provider
 
 
@@ -77,9 +76,9 @@ class Connection:
         self.exit_timeout_s = _OURS_EXIT_TIMEOUT_S if all(map(_is_ours, providers.values())) else _THEIRS_EXIT_TIMEOUT_S
         self.others = " and ".join(name for name in providers if name != TRACES)
         self._generator = ids.private_generator(self.tracer)
-        self._hand_on: Callable[[float], None] = lambda seconds: None
+        self._hand_on: Callable[[], bool] = lambda: True
         self._watch: _Watch | None = None
-        self.direct = _direct(self.tracer)
+        self.direct = _direct(self.tracer, lambda: self.closed)
         self._ended = exporting.Tally()
         self._exports = {
             name: exporting.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()
@@ -141,12 +140,8 @@ class Connection:
                 return sampler
         return None
 
-    def watch(self, hand_on: Callable[[float], None]) -> None:
-        """Has `hand_on` called before somebody flushes the tracer provider or shuts it down, and notices that.
-
-        Args:
-            hand_on: Hands on what has ended; told how many seconds it may wait for another thread that does so.
-        """
+    def watch(self, hand_on: Callable[[], bool]) -> None:
+        """Has `hand_on` called before somebody flushes the tracer provider or shuts it down, and notices that."""
         self._hand_on = hand_on
         provider = self._behind.get(TRACES)
         if provider is None:
@@ -158,7 +153,7 @@ class Connection:
             if not watches:
                 # A class of somebody's may do more when a processor is added: Phoenix's drops the one it has.
                 sdk_trace.TracerProvider.add_span_processor(provider, self._watch)
-                _put_first(provider, _First(self._watch))
+                _drain_before(provider._active_span_processor, self._watch)
         except Exception:
             _logger.debug("A tracer provider can't be watched", exc_info=True)
 
@@ -277,7 +272,7 @@ class Connection:
 class _Watch(sdk_trace.SpanProcessor):
     """What sees a tracer provider flushed, shut down, and handed spans; one for each, as it can't be taken back."""
 
-    def serve(self, connection: Connection, hand_on: Callable[[float], None], ended: exporting.Tally) -> None:
+    def serve(self, connection: Connection, hand_on: Callable[[], bool], ended: exporting.Tally) -> None:
         """Works for `connection` from now on."""
         self._connection = weakref.ref(connection)
         self._hand_on = hand_on
@@ -292,14 +287,16 @@ class _Watch(sdk_trace.SpanProcessor):
             return
         self._ended.add(1)
 
-    def drain(self, seconds: float = 0.0) -> None:
-        """See `Connection.watch`."""
-        if self._connection() is not None:
-            self._hand_on(seconds)
+    def drain(self) -> bool:
+        """Has what has ended handed on. False where another thread that does so takes too long."""
+        try:
+            return self._hand_on()
+        except Exception:
+            _logger.debug("What has ended could not be handed on", exc_info=True)
+            return False
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        self.drain()
-        return True
+        return self.drain()
 
     def shutdown(self) -> None:
         connection = self._connection()
@@ -307,27 +304,20 @@ class _Watch(sdk_trace.SpanProcessor):
             connection.closed = True
 
 
-class _First(sdk_trace.SpanProcessor):
-    """What sees a tracer provider flushed and shut down before its other processors do: what has ended by then is to be
-    among what they export."""
+def _drain_before(several: Any, watch: _Watch) -> None:
+    """Has what has ended by then handed on before the processors of a provider are flushed or shut down, in the thread
+    that asks for it: OpenTelemetry asks `watch` after the others. For the life of the provider, as `watch` is there."""
 
-    def __init__(self, watch: _Watch) -> None:
-        self._watch = watch
+    def before(ask: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(ask)
+        def drained(*args: Any, **kwargs: Any) -> Any:
+            done = watch.drain()
+            return ask(*args, **kwargs) and done
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._watch.force_flush()
+        return drained
 
-    def shutdown(self) -> None:
-        self._watch.drain(_BEFORE_SHUTDOWN_S)
-
-
-def _put_first(provider: Any, processor: sdk_trace.SpanProcessor) -> None:
-    """Has `processor` come before the processors of `provider`, for which there is no public way: where there is none,
-    what ended just before they are flushed leaves later."""
-    several: Any = getattr(provider, "_active_span_processor", None)
-    with getattr(several, "_lock", nullcontext()):
-        if type(before := getattr(several, "_span_processors", None)) is tuple:
-            several._span_processors = (processor, *before)
+    for name in ("force_flush", "shutdown"):
+        setattr(several, name, before(getattr(several, name)))
 
 
 def connect(
@@ -409,7 +399,7 @@ def _is_unset(thing: Any, signal: _Signal) -> bool:
 def _is_empty(provider: Any) -> bool:
     """Whether it is known to have nothing that it could hand anything to."""
     holders = exporting.holders(provider)
-    return holders is not None and all(isinstance(holder, (_First, _Watch)) for holder in holders)
+    return holders is not None and all(isinstance(holder, _Watch) for holder in holders)
 
 
 _told: set[str] = set()
@@ -696,7 +686,7 @@ _SIGNALS = {
 }
 
 
-def _direct(tracer: Any) -> Any:
+def _direct(tracer: Any, is_closed: Callable[[], bool]) -> Any:
     """The shorter way for its spans, where this SDK has what that is made of."""
     try:
         from megatron_autoinstrument.direct import Direct
@@ -709,7 +699,7 @@ def _direct(tracer: Any) -> Any:
             pass
 
         return SimpleNamespace(possible=False, look=never, start=never, end=never, finish=never, emit=never)
-    return Direct(tracer, _First, _Watch)
+    return Direct(tracer, _Watch, is_closed)
 
 
 def _ask(provider: Any, what: str) -> None:

@@ -15,6 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import get_ident
 from time import monotonic, monotonic_ns, sleep, time_ns
@@ -55,6 +56,8 @@ THREAD = "megatron-autoinstrument"
 MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
 _DRAIN_INTERVAL_S = 0.5
 _OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take all the rest
+_FOR_A_FLUSH_S = 5.0  # how long somebody's flush or shutdown waits for what our thread is handing on
+_FOR_OTHERS_S = 1.0  # and how long the last one waits for a thread that may never go on
 _FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
 
 
@@ -169,6 +172,7 @@ class Recorder:
         self._stopped = False  # the export of spans, before the metrics left with the number of those lost
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
+        self._draining_thread = 0
 
     # ------------------------------------------------------------------------------------------ the hot path
 
@@ -440,7 +444,7 @@ class Recorder:
         if connect is not None:
             self.disconnect()
             self._connection = connect()
-            self._connection.watch(lambda seconds: self.drain(seconds=seconds))
+            self._connection.watch(lambda: self.drain(seconds=_FOR_A_FLUSH_S))
         if self.traces is None and self._connection is not None:
             self.traces = self._plan(self._connection, self.run_number)
         if self._thread is None:
@@ -503,7 +507,7 @@ class Recorder:
         if (
             self._connection is not None
             and len(self._waiting) < MAX_WAITING
-            and self._connection.direct.finish(span, record.end)
+            and self._connection.direct.finish(span, record.end, record.attributes)
         ):
             self._waiting.append(record)
             return
@@ -659,37 +663,47 @@ class Recorder:
         request.deadline = deadline
         return thread.ask(request)
 
-    def drain(self, final: bool = False, seconds: float = -1) -> None:
+    def drain(self, final: bool = False, seconds: float = -1) -> bool:
         """Hands the closed records on. Any thread may call it; the training thread has no need to.
 
         Args:
-            final: Whether to give up those that are still open.
+            final: Whether to give up those that are still open, and to wait for no other thread: a signal may have
+                interrupted that one.
             seconds: How long to wait for another thread that does so already; -1: until it is done.
+
+        Returns:
+            Whether that is done, or goes on in this very thread.
         """
+        if self._draining_thread == get_ident():
+            return True  # a flush in between
         draining = self._draining  # a forked child gets another
-        if not draining.acquire(timeout=seconds):
-            return
+        its_turn = draining.acquire(timeout=_FOR_OTHERS_S if final else seconds)
+        if not its_turn and not final:
+            return False
+        self._draining_thread = get_ident()
         try:
             if self._connection is not None:
                 self._connection.look(final)
             for record in list(self._unfinished):
                 if record.ended is not None or self._is_lost(record):
-                    self._unfinished.remove(record)
-                    self._hand_over(record)
+                    with suppress(ValueError):  # the thread that the last drain doesn't wait for has taken it
+                        self._unfinished.remove(record)
+                        self._hand_over(record)
             while self._waiting:
-                record = self._waiting[0]
+                record = self._waiting.popleft()
                 running = record.ended is None and not self._is_lost(record)
                 if running and len(self._unfinished) < MAX_WAITING:
                     self._unfinished.append(record)
-                    self._waiting.popleft()
-                    continue
-                self._waiting.popleft()
-                self._hand_over(record)
+                else:
+                    self._hand_over(record)
             if final:
                 self.dropped += len(self._unfinished)
                 self._unfinished.clear()
         finally:
-            draining.release()
+            self._draining_thread = 0
+            if its_turn:
+                draining.release()
+        return True
 
     def _hand_over(self, record: Record) -> None:
         """Makes a span of what is over, or counts what is lost."""
@@ -705,7 +719,10 @@ class Recorder:
             _logger.debug("A span could not be handed on", exc_info=True)
         self._handed += 1
         if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
-            self._connection.flush_spans()
+            try:
+                self._connection.flush_spans()
+            except Exception:
+                _logger.debug("Spans could not be flushed", exc_info=True)
 
     def _is_lost(self, record: Record) -> bool:
         """Whether a fault of ours has left an open record behind: what encloses it has ended, and it runs on no other
@@ -734,12 +751,11 @@ class Recorder:
                 if context is not None:
                     record.span = NonRecordingSpan(context)
                     return
-        span = record.span or self._start(record)
-        attributes = finite(record.attributes) if record.attributes else None
-        if self._connection.direct.emit(span, attributes):
+        if self._connection.direct.emit(record.span):
             return
-        if attributes:
-            span.set_attributes(attributes)
+        span = record.span or self._start(record)
+        if record.attributes:
+            span.set_attributes(finite(record.attributes))
         _mark(span, record, end)
         span.end(end)
 
@@ -875,7 +891,7 @@ class Recorder:
             record.span = None  # a wrapper that is on the stack here as well will end the record
             record = record.parent
         self.current = self._deferred = self._held = self._thread = self._other_thread = None
-        self._draining = threading.Lock()  # our thread may have held it
+        self._draining, self._draining_thread = threading.Lock(), 0  # our thread may have held it
         self._last = {}
         self._waiting.clear()
         self._unfinished.clear()
@@ -947,12 +963,13 @@ def _context_of(parent: SpanContext | None) -> context_api.Context:
 
 def _described(record: Record, place: _Place) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
     """What is known of its span when it starts: name, start, attributes, links and id."""
-    links: tuple[Link, ...] = () if place.around is None else (Link(place.around),)
+    # An exporter may take each link's attributes for a mapping, as the SDK's are.
+    links: tuple[Link, ...] = () if place.around is None else (Link(place.around, {}),)
     if isinstance(record.link, SpanContext):
-        links += (Link(record.link),)
+        links += (Link(record.link, {}),)
     elif record.link is not None:
         trace_id = record.link[0][0]
-        links += (Link(SpanContext(trace_id, span_id(record.link), is_remote=True, trace_flags=_SAMPLED)),)
+        links += (Link(SpanContext(trace_id, span_id(record.link), is_remote=True, trace_flags=_SAMPLED), {}),)
     identity = record.identity
     attributes = finite(record.attributes) if record.attributes else None
     return record.name, record.start, attributes, links, span_id(identity) if identity is not None else None
