@@ -23,6 +23,9 @@ SENT = {ALL: ["metrics", "traces"], TRACES: ["traces"]}
 # So that each signal has failed at least once before the exit: what fails only then may be given up before it is told.
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_METRIC_EXPORT_INTERVAL": "500", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
 
+# So that a slow one has never had all by the end, however long the run takes, and no queue is full.
+SLOWLY = {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "64", "OTEL_BSP_MAX_QUEUE_SIZE": "8192"}
+
 SITUATIONS = [
     (collectors.absent, THEIRS, NEW, ALL),
     (collectors.refusing, OURS, NEW, ALL),
@@ -45,8 +48,7 @@ ONCE = "(Told once: "
 
 def trained(situation, providers, otel, signals):
     environment = {**EVERYTHING, "OTEL_METRICS_EXPORTER": "otlp"}
-    if situation is not collectors.slow:
-        environment |= SOON
+    environment |= SLOWLY if situation is collectors.slow else SOON
     if providers == OURS:
         environment["INSTRUMENT_HERE"] = "1"
     with situation() if situation else contextlib.nullcontext() as endpoint:
