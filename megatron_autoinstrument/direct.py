@@ -220,7 +220,7 @@ class Direct:
         )
         tracer.span_processor.on_end(span)
 
-    def made(
+    def make(
         self,
         name: str,
         context: SpanContext,
@@ -298,16 +298,16 @@ class Live(_Started):
     def behind(self) -> Span:
         """The SDK's span. Of one that was finished, there is one to be read: it has ended."""
         own = vars(self)
-        state = own.get("state") or own.setdefault("state", self._made(None))
+        state = own.get("state") or own.setdefault("state", self._make(None))
         if type(state) is not _Ended:
             return state
-        return own.get("late") or own.setdefault("late", self._made(state))
+        return own.get("late") or own.setdefault("late", self._make(state))
 
-    def _made(self, ended: _Ended | None) -> Span:
+    def _make(self, ended: _Ended | None) -> Span:
         of, name, context, parent, start, attributes, links = self.made_of
         if ended is not None:
             attributes = finite(ended.attributes) if ended.attributes else None
-        span = of.made(name, context, parent, attributes, links)
+        span = of.make(name, context, parent, attributes, links)
         span._start_time = start
         if ended is not None:
             span._end_time = ended.end
