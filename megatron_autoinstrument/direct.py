@@ -212,7 +212,7 @@ class Direct:
             context,
             parent,
             tracer.resource,
-            attributes,
+            attributes or {},
             links=links,
             start_time=start,
             end_time=end,

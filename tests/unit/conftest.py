@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from megatron_autoinstrument import config, ids, instrumentor, patching, ranks, sdk, store
+from megatron_autoinstrument import config, ids, instrumentor, patching, ranks, sdk, spans, store
 from megatron_autoinstrument.spans import Recorder
 from megatron_autoinstrument.targets import schedules
 
@@ -57,6 +57,25 @@ def _another_process(monkeypatch):
     monkeypatch.setattr(store, "_number_on_node", None)
     monkeypatch.setattr(instrumentor, "_decision", None)
     monkeypatch.setattr(instrumentor, "_said", set())
+
+
+@pytest.fixture(autouse=True)
+def _no_recorder_outlives_its_test(monkeypatch):
+    """Its thread would: it looks at providers, and may log what is wrong with them while another test listens."""
+    made, init = [spans.RECORDER], Recorder.__init__
+
+    def initialise(self):
+        made.append(self)
+        init(self)
+
+    monkeypatch.setattr(Recorder, "__init__", initialise)
+    yield
+    for recorder in made:
+        draining = recorder._draining
+        waited = draining.acquire(timeout=5)
+        recorder._connection = None
+        if waited:
+            draining.release()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Spans made without a tracer are those that it would have made, and whoever looks at each span still does."""
 
+import json
+
 import pytest
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -87,7 +89,8 @@ def described(spans):
             names[span.parent.span_id] if span.parent else None,
             span.start_time <= span.end_time,
             dict(span.attributes),
-            [(link.context, dict(link.attributes or {})) for link in span.links],
+            [(link.context, dict(link.attributes)) for link in span.links],
+            [json.loads(span.to_json())[part] for part in ("attributes", "events", "links")],  # as a console shows them
             span.events,
             span.kind,
             span.status.status_code,
