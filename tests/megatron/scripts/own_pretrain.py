@@ -18,21 +18,30 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_timers, training
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 from megatron.training.initialize import initialize_megatron
 
+try:
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+except ImportError:
+    parse_and_validate_args = None  # before core 0.18
+
 os.environ.update(told)
-configuration = pretrain_cfg_container_from_args(parse_and_validate_args(args_defaults=tiny.ARGS_DEFAULTS))
-initialize_megatron()
-args = get_args()
+more = {}
+if parse_and_validate_args is None:
+    initialize_megatron(args_defaults=tiny.ARGS_DEFAULTS)
+else:
+    configuration = pretrain_cfg_container_from_args(parse_and_validate_args(args_defaults=tiny.ARGS_DEFAULTS))
+    initialize_megatron()
+    if "cfg_container" in inspect.signature(training.setup_model_and_optimizer).parameters:  # from core 0.19 on
+        more = {"cfg_container": configuration, "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
 model, optimizer, scheduler = training.setup_model_and_optimizer(
-    ModelType.encoder_or_decoder,
+    model_type=ModelType.encoder_or_decoder,
     model_provider_func=tiny.model_provider,
     checkpointing_context={},
-    cfg_container=configuration,
-    pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    **more,
 )
+args = get_args()
 config = get_model_config(model[0])
 config.timers = get_timers()
 config.finalize_model_grads_func = finalize_model_grads
