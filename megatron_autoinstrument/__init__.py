@@ -27,7 +27,10 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         try:
-            return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            from megatron_autoinstrument import standard
+
+            with standard.tidied(empty_alone=True):  # OpenTelemetry reads some of them when it is imported
+                return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         except Exception as error:
             if name != "MegatronInstrumentor":
                 raise

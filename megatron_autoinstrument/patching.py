@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from threading import get_ident
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodWrapperType, ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import wrapt
@@ -220,7 +220,10 @@ def _can_wrap(holder: Any, original: Any) -> bool:
         return False
     if inspect.isclass(holder):
         return isinstance(original, (FunctionType, staticmethod, classmethod))
-    return callable(original) and (inspect.isroutine(original) or isinstance(original, functools.partial))
+    # Of a method-wrapper, such as `[].__len__`, Python 3.10 says that it is no routine.
+    return callable(original) and (
+        inspect.isroutine(original) or isinstance(original, (functools.partial, MethodWrapperType))
+    )
 
 
 _RUNNING_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)

@@ -32,11 +32,15 @@ _named: set[tuple[str, str]] = set()
 
 
 @contextlib.contextmanager
-def tidied() -> Iterator[None]:
-    """Has the environment lack those that count as unset, and those that can't be used, which are named once."""
+def tidied(empty_alone: bool = False) -> Iterator[None]:
+    """Has the environment lack those that count as unset, and those that can't be used, which are named once.
+
+    Args:
+        empty_alone: Whether to leave those that can't be used: this process may have no use for them.
+    """
     unusable = {}
     for name, value in list(os.environ.items()):
-        if not name.startswith("OTEL_"):
+        if not name.startswith("OTEL_") or (empty_alone and value.strip()):
             continue
         allowed = _allowed(name, value.strip()) if value.strip() else ""
         if allowed and (name, value) not in _named:

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(sys, "monitoring"), reason="Calls are counted by sys.monitoring, new in 3.12"
+)
+
 ROOT = Path(__file__).parents[2]
 
 # What nemo-lens's trace_fn calls; beside it, where it is installed, benchmarks/per_call.py shows both.

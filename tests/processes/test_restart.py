@@ -82,6 +82,9 @@ EACH_POINT = """
 LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD")
 names = functools.cache(lambda code: {at.offset: at.opname for at in dis.get_instructions(code)})
 
+def name_of(code):
+    return getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the latter alone
+
 def trace_run(interrupt_at):
     "Runs, and raises at the so-manieth point in this package (None: at none): where they are, and whether it got out."
     points, latest = [], {}
@@ -94,7 +97,7 @@ def trace_run(interrupt_at):
             if before is not None and names(frame.f_code)[before].startswith(LOOKS):
                 if len(points) == interrupt_at:
                     raise_into_training()
-                points.append((frame.f_code.co_qualname, frame.f_lineno, before))
+                points.append((name_of(frame.f_code), frame.f_lineno, before))
         elif event == "return":
             latest.pop(frame, None)
         return tracer
