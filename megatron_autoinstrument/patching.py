@@ -387,7 +387,8 @@ class Ledger:
     def _replace(self, seam: Seam, holder: Any, name: str, original: Any) -> None:
         kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
         function = original.__func__ if kind else original
-        bind = inspect.isclass(holder) and kind is not staticmethod and type(function) is not FunctionType
+        binds = kind is None or (kind is classmethod and sys.version_info < (3, 13))  # from there on it calls plainly
+        bind = inspect.isclass(holder) and binds and type(function) is not FunctionType
         patch = self._patch_for(seam, function, bind)
         if patch.hook is None and not patch.failed and not self._bring_alive(patch):
             return
