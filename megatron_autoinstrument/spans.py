@@ -444,7 +444,7 @@ class Recorder:
         if connect is not None:
             self.disconnect()
             self._connection = connect()
-            self._connection.watch(lambda: self.drain(seconds=_FOR_A_FLUSH_S))
+            self._connection.watch(self._drain_for_others)
         if self.traces is None and self._connection is not None:
             self.traces = self._plan(self._connection, self.run_number)
         if self._thread is None:
@@ -704,6 +704,10 @@ class Recorder:
             if its_turn:
                 draining.release()
         return True
+
+    def _drain_for_others(self) -> bool:
+        """Somebody flushes the provider, or shuts it down. After the last flush of ours, nobody waits any more."""
+        return self.drain(seconds=0 if "spans" in self._last else _FOR_A_FLUSH_S)
 
     def _hand_over(self, record: Record) -> None:
         """Makes a span of what is over, or counts what is lost."""

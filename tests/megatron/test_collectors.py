@@ -48,7 +48,8 @@ ONCE = "(Told once: "
 
 def trained(situation, providers, otel, signals):
     environment = {**EVERYTHING, "OTEL_METRICS_EXPORTER": "otlp"}
-    environment |= SLOWLY if situation is collectors.slow else SOON
+    if situation:
+        environment |= SLOWLY if situation is collectors.slow else SOON
     if providers == OURS:
         environment["INSTRUMENT_HERE"] = "1"
     with situation() if situation else contextlib.nullcontext() as endpoint:

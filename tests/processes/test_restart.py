@@ -58,6 +58,9 @@ def raise_into_training():
 
 def clean_run():
     "What is recorded of a run, and what it leaves behind."
+    standin_run.Run.autograd.do(lambda: None)  # what a restart has left it to do is done
+    RECORDER.flush()  # and what that has cost is told
+    said.clear()
     exporter.clear()
     began = time.time_ns()
     losses = run()

@@ -421,6 +421,19 @@ def test_a_flush_waits_for_what_another_thread_is_handing_on_and_says_so_if_that
     recorder.abandon()
 
 
+def test_after_the_last_flush_a_shutdown_waits_for_nothing(monkeypatch):
+    """Our thread may be stuck in an export, and has had its time."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    recorder = connected(provider)
+    recorder.end(begin_step(recorder))
+    recorder.flush(final=True)
+    with recorder._draining:
+        started = time.monotonic()
+        provider.shutdown()
+        assert time.monotonic() - started < spans._FOR_A_FLUSH_S
+    recorder.abandon()
+
+
 def test_the_last_flush_does_not_wait_for_a_thread_that_never_goes_on(recorder, exporter, monkeypatch):
     """A signal has interrupted it."""
     monkeypatch.setattr(spans, "_FOR_OTHERS_S", 0.01)
