@@ -667,9 +667,9 @@ class Recorder:
         """Hands the closed records on. Any thread may call it; the training thread has no need to.
 
         Args:
-            final: Whether to give up those that are still open, and to wait for no other thread: a signal may have
-                interrupted that one.
-            seconds: How long to wait for another thread that does so already; -1: until it is done.
+            final: Whether to give up those that are still open, and to go on beside another thread that does so
+                already and takes long: a signal may have interrupted that one.
+            seconds: How long to wait for such a thread otherwise; -1: until it is done.
 
         Returns:
             Whether that is done, or goes on in this very thread.

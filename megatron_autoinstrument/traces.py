@@ -20,9 +20,8 @@ def trace_id(*parts: Any) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=16).digest(), "big") or 1
 
 
-_STRIDE = (
-    0x9E3779B97F4A7C15  # odd, so that no two numbers of a series meet, and large, so that ids look like any others
-)
+# Odd, so that no two numbers of a series meet, and large, so that ids look like any others.
+_STRIDE = 0x9E3779B97F4A7C15
 
 
 @lru_cache(256)

@@ -34,16 +34,42 @@ def made_directly(monkeypatch):
     return names
 
 
-def connected(provider):
-    recorder = Recorder()
+def connect(recorder, provider):
     recorder.connect_by(
         lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
     )
+
+
+def connected(provider):
+    recorder = Recorder()
+    connect(recorder, provider)
     return recorder
 
 
 def begin_step(recorder):
     return recorder.begin("megatron.train_step", LIVE, {"megatron.iteration": 1}, ((TRACE, 0, "step"), 0), TRACE)
+
+
+def passes(exporter):
+    """What was exported of the passes inside the step."""
+    return [span for span in exporter.get_finished_spans() if span.name == "megatron.forward_backward"]
+
+
+@pytest.fixture
+def while_made(monkeypatch):
+    """Has something happen while the SDK's span is being made, once."""
+
+    def happen(what):
+        construct = direct._Started.__init__
+
+        def interrupted(self, *args, **kwargs):
+            monkeypatch.setattr(direct._Started, "__init__", construct)
+            what()
+            construct(self, *args, **kwargs)
+
+        monkeypatch.setattr(direct._Started, "__init__", interrupted)
+
+    return happen
 
 
 @pytest.fixture
@@ -73,11 +99,8 @@ def test_a_live_span_takes_what_the_user_sets_on_it(what, provider, exporter, ma
     """As one of the tracer's does: before it ends, after it has ended, and after it was handed on."""
 
     def spans_set(when):
-        recorder = Recorder()
-        recorder.connect_by(
-            lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
-        )
-        step = recorder.begin("megatron.train_step", LIVE, {"megatron.iteration": 1}, ((TRACE, 0, "step"), 0), TRACE)
+        recorder = connected(provider)
+        step = begin_step(recorder)
         passed = recorder.begin("megatron.forward_backward", LIVE, {"megatron.num_microbatches": 2})
         span = trace.get_current_span()
         assert span.is_recording()
@@ -127,7 +150,7 @@ def test_a_live_span_of_which_nothing_is_asked_is_never_made(recorder, exporter,
     recorder.drain()
     assert "state" in vars(span)
     assert "late" not in vars(span)
-    (got,) = [span for span in exporter.get_finished_spans() if span.name == "megatron.forward_backward"]
+    (got,) = passes(exporter)
     assert (got.events, got.links, got.end_time) == ((), (), passed.end)
 
 
@@ -161,7 +184,7 @@ def test_a_live_span_can_be_ended_by_its_user(recorder, exporter, caplog):
     recorder.end(passed)
     recorder.end(step)
     recorder.drain()
-    assert [span.name for span in exporter.get_finished_spans()].count("megatron.forward_backward") == 1
+    assert len(passes(exporter)) == 1
 
 
 def test_a_live_span_whose_provider_gets_another_processor_before_it_is_handed_on_is_seen_by_that(
@@ -226,51 +249,44 @@ def test_whoever_asks_first_no_thread_sees_half_a_span_and_it_is_exported_once(
     recorder.end(step)
     recorder.drain()
     assert not failures
-    ids = [span.context.span_id for span in exporter.get_finished_spans() if span.name == "megatron.forward_backward"]
+    ids = [span.context.span_id for span in passes(exporter)]
     assert len(set(ids)) == len(ids) == number
     assert recorder.dropped == 0
 
 
-def test_a_signal_handler_may_ask_while_the_span_is_being_made(recorder, exporter, monkeypatch):
+def test_a_signal_handler_may_ask_while_the_span_is_being_made(recorder, exporter, while_made):
     step = recorder.begin("megatron.train_step", LIVE)
     passed = recorder.begin("megatron.forward_backward", LIVE)
-    span, made = trace.get_current_span(), direct._Started.__init__
-
-    def interrupted(self, *args, **kwargs):
-        monkeypatch.setattr(direct._Started, "__init__", made)
-        signal.raise_signal(signal.SIGUSR1)
-        made(self, *args, **kwargs)
-
+    span = trace.get_current_span()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: span.set_attribute("handler", 1))
     try:
-        monkeypatch.setattr(direct._Started, "__init__", interrupted)
+        while_made(lambda: signal.raise_signal(signal.SIGUSR1))
         span.set_attribute("thread", 1)
     finally:
         signal.signal(signal.SIGUSR1, before)
     recorder.end(passed)
     recorder.end(step)
     recorder.drain()
-    (got,) = [span for span in exporter.get_finished_spans() if span.name == "megatron.forward_backward"]
+    (got,) = passes(exporter)
     assert dict(got.attributes) == {"handler": 1, "thread": 1}
 
 
-def test_an_interrupt_while_the_span_is_being_made_loses_nothing_that_is_set_later(recorder, exporter, monkeypatch):
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_the_span_is_being_made_loses_nothing_that_is_set_later(recorder, exporter, while_made):
     step = recorder.begin("megatron.train_step", LIVE)
     passed = recorder.begin("megatron.forward_backward", LIVE)
-    span, made = trace.get_current_span(), direct._Started.__init__
-
-    def interrupted(self, *args, **kwargs):
-        monkeypatch.setattr(direct._Started, "__init__", made)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(direct._Started, "__init__", interrupted)
+    span = trace.get_current_span()
+    while_made(interrupt)
     with pytest.raises(KeyboardInterrupt):
         span.set_attribute("a", 1)
     span.set_attribute("b", 2)
     recorder.end(passed)
     recorder.end(step)
     recorder.drain()
-    (got,) = [span for span in exporter.get_finished_spans() if span.name == "megatron.forward_backward"]
+    (got,) = passes(exporter)
     assert dict(got.attributes) == {"b": 2}
     assert got.start_time == passed.start
 
@@ -456,9 +472,7 @@ def test_a_span_belongs_to_the_provider_that_it_was_started_with():
         provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
     recorder = connected(first)
     step = begin_step(recorder)
-    recorder.connect_by(
-        lambda: sdk.connect({"traces": second}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
-    )
+    connect(recorder, second)
     recorder.end(recorder.begin("megatron.forward_backward", LIVE))
     recorder.end(step)
     first.shutdown()
@@ -476,9 +490,7 @@ def test_a_span_whose_provider_was_shut_down_before_it_ended_is_counted():
     step = begin_step(recorder)
     connection = recorder._connection  # else nothing keeps it
     first.shutdown()
-    recorder.connect_by(
-        lambda: sdk.connect({"traces": second}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
-    )
+    connect(recorder, second)
     recorder.end(recorder.begin("megatron.forward_backward", LIVE))
     recorder.end(step)
     recorder.drain()
