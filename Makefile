@@ -52,6 +52,7 @@ test-megatron: $(VENV)/megatron $(VENV)/installed $(VENV)/otel-oldest $(patsubst
 	$(PYTEST) tests/megatron
 
 # All scenarios on every Megatron, and the unit tests on every Python. Two files choose their Megatrons themselves.
+test-all: export SWEEP := all
 test-all: test test-matrix $(patsubst %,$(VENV)/otlp-%,$(OTHER_OTLP))
 	TEST_OTLP="$(patsubst %,$(CURDIR)/$(VENV)/otlp-%,$(OTHER_OTLP))" $(PYTEST) tests/processes/test_retries.py
 	for version in $(OTHERS); do \

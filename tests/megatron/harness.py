@@ -32,6 +32,9 @@ EVERYTHING = {"MEGATRON_OTEL_SPAN_GROUPS": "all", "MEGATRON_OTEL_RANK_STRATEGY":
 
 _TIMEOUT_S = 240
 
+# `make test-all` sweeps through every value of a kind, `make test` takes one or two that stand for it.
+SWEEP = os.environ.get("SWEEP") == "all"
+
 # The Megatron that the tests are about: the one installed, or that in this folder.
 MEGATRON = Path(os.environ["TEST_MEGATRON"]) if os.environ.get("TEST_MEGATRON") else None
 
