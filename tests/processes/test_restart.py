@@ -56,15 +56,19 @@ def raise_into_training():
         ctypes.c_ulong(threading.main_thread().ident), ctypes.py_object(Restart)
     )
 
+def flush():
+    while not RECORDER.flush():  # it has a bound of seconds, which a busy machine may take
+        pass
+
 def clean_run():
     "What is recorded of a run, and what it leaves behind."
     standin_run.Run.autograd.do(lambda: None)  # what a restart has left it to do is done
-    RECORDER.flush()  # and what that has cost is told
+    flush()  # and what that has cost is told
     said.clear()
     exporter.clear()
     began = time.time_ns()
     losses = run()
-    RECORDER.flush()
+    flush()
     spans = {span.context.span_id: span for span in exporter.get_finished_spans() if span.start_time >= began}
     def path(span):
         above = path(spans[span.parent.span_id]) + " > " if span.parent else ""
