@@ -1,5 +1,9 @@
-"""Spans without a tracer, where the SDK's own parts alone would see them: `start_span` and `end` cost several times
-what the span itself does. Whoever brings a sampler, a processor or limits of another kind gets each span by the tracer.
+"""Records on their way to an exporter without a tracer, where the SDK's own parts alone would see their spans: those
+cost many times what the call's record does. Whoever brings a sampler, a processor or limits of another kind gets each
+span by the tracer.
+
+Where OpenTelemetry's batch processors and OTLP exporters are all that there is, no span is made at all: the record goes
+through the processor's queue, and encode.py makes its bytes when the exporter asks for them.
 """
 
 from __future__ import annotations
@@ -13,8 +17,12 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SynchronousMultiSpanProc
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
+from megatron_autoinstrument import encode
+from megatron_autoinstrument.exporting import exporter_of
 from megatron_autoinstrument.finite import finite
-from megatron_autoinstrument.ids import PrivateIdGenerator, random_span_id
+from megatron_autoinstrument.ids import PrivateIdGenerator
+from megatron_autoinstrument.private_random import random_span_id
+from megatron_autoinstrument.recording.record import Record, linked
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.sampling import keeps_roots, keeps_what_is_inside
 
@@ -41,16 +49,20 @@ class HashedOnce(Resource):
 class Direct:
     """Makes the spans of one tracer."""
 
-    def __init__(self, tracer: Any, ours: type, is_closed: Callable[[], bool]) -> None:
+    def __init__(self, tracer: Any, ours: type, is_closed: Callable[[], bool], count: Callable[[int], None]) -> None:
         """
         Args:
             tracer: The tracer.
             ours: The class of this package's own processor.
             is_closed: Whether the tracer's provider was shut down.
+            count: Told how many spans were handed on beside that processor.
         """
         self._tracer = tracer
+        self._ours = ours
         self._processors = {BatchSpanProcessor, SimpleSpanProcessor, ours}
         self._is_closed = is_closed
+        self._count = count
+        self._takers: tuple[Callable[[Any], None], ...] = ()  # the queues that take a record in place of a span
         self._seen: Any = None  # the processors that there were at the last look
         self.possible = False
         self.look()
@@ -63,12 +75,21 @@ class Direct:
                 possible = self._may()
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
+        self._takers = self._queues() if possible else ()
         self.possible = possible
+
+    def _queues(self) -> tuple[Callable[[Any], None], ...]:
+        """Where only batch processors that export by OTLP would see a span: what they take one by."""
+        processors = [one for one in self._seen if type(one) is not self._ours]
+        as_it_is = BatchSpanProcessor.on_end.__module__.startswith("opentelemetry.")
+        if as_it_is and all(type(one) is BatchSpanProcessor and encode.encodes_for(exporter_of(one)) for one in processors):
+            return tuple(one.on_end for one in processors)
+        return ()
 
     def _give_up(self, error: Exception) -> None:
         """This SDK is another than those that are known: every span is the tracer's from here on, in this process."""
         global _given_up
-        self.possible = False
+        self.possible, self._takers = False, ()
         if not _given_up:
             _given_up = True
             _logger.warning(
@@ -147,78 +168,98 @@ class Direct:
             self._give_up(error)
             return None
 
-    def end(
-        self,
-        parent: SpanContext,
-        end: int,
-        name: str,
-        start: int,
-        attributes: Mapping[str, Any] | None,
-        links: Sequence[Link],
-        span_id: int | None,
-    ) -> SpanContext | None:
-        """Hands on a span that ended without error, at `end`, and returns its context; all else is as for `start`."""
-        try:
-            if not self._is_possible() or not parent.trace_flags.sampled or not _is_plain(attributes):
-                return None
-            context = _context(parent, span_id)
-            self._emit(context, parent, name, start, end, attributes, links)
-        except Exception as error:  # noqa: BLE001
-            self._give_up(error)
-            return None
-        return context
-
     def finish(self, span: Any, end: int | None, attributes: Mapping[str, Any] | None) -> bool:
         """Ends a span of `start`'s, with these attributes, if nobody has asked it for more than its context so far;
-        `emit` does the rest."""
+        `hand_on` does the rest."""
         return type(span) is Live and end is not None and span.finish(end, attributes)
 
-    def emit(self, span: Any) -> bool:
-        """Hands on a span that was finished. False if it was not.
+    def hand_on(self, record: Record) -> bool:
+        """Hands on what ended without error. False where the tracer has to.
 
         Raises:
-            RuntimeError: its provider was shut down.
+            RuntimeError: the provider of a span that was finished was shut down.
         """
-        ended = span.ended if type(span) is Live else None
-        if ended is None:
+        span: Any = record.span
+        if span is not None:
+            return type(span) is Live and span.ended is not None and span.made_of[0]._hand_on_finished(record, span)
+        if record.trace is None or not self._is_possible():
             return False
-        of, name, context, parent, start, _, links = span.made_of
-        if of._is_closed():
-            raise RuntimeError("The provider was shut down.")
-        attributes = finite(ended.attributes) if ended.attributes else None
-        if of._is_possible() and _is_plain(attributes):
-            try:
-                of._emit(context, parent, name, start, ended.end, attributes, links)
-            except Exception as error:  # noqa: BLE001
-                of._give_up(error)
-            else:
-                return True
-        of._tracer.span_processor.on_end(span.behind()._readable_span())
+        try:
+            attributes = record.attributes
+            if attributes:
+                record.attributes = attributes = finite(attributes)
+                if not _is_plain(attributes):
+                    return False
+            self._take(record)
+        except Exception as error:  # noqa: BLE001
+            self._give_up(error)
+            return False
         return True
 
-    def _emit(
-        self,
-        context: SpanContext,
-        parent: SpanContext | None,
-        name: str,
-        start: int,
-        end: int,
-        attributes: Mapping[str, Any] | None,
-        links: Sequence[Link],
-    ) -> None:
-        tracer = self._tracer
-        span = ReadableSpan(
-            name,
+    def _hand_on_finished(self, record: Record, span: Live) -> bool:
+        if self._is_closed():
+            raise RuntimeError("The provider was shut down.")
+        ended = span.ended
+        assert ended is not None
+        attributes = finite(ended.attributes) if ended.attributes else None
+        if self._is_possible() and _is_plain(attributes):
+            record.attributes = attributes
+            try:
+                self._take(record)
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
+            else:
+                return True
+        self._tracer.span_processor.on_end(span.behind()._readable_span())
+        return True
+
+    def _take(self, record: Record) -> None:
+        takers = self._takers
+        if takers and (record.span is None or record.trace is not None):
+            record.handed_by = self
+            for take in takers:
+                take(record)
+            self._count(1)
+        else:
+            self._tracer.span_processor.on_end(self.readable(record))
+            record.handed_by = self
+
+    @property
+    def resource(self) -> Resource:
+        """Of its spans."""
+        resource: Resource = self._tracer.resource
+        return resource
+
+    @property
+    def scope(self) -> Any:
+        """The instrumentation scope of its spans."""
+        return self._scope
+
+    def readable(self, record: Record) -> ReadableSpan:
+        """The span of a record that was handed on, or is about to be."""
+        links: Sequence[Link]
+        if type(record.span) is Live:
+            _, _, context, parent, _, _, links = record.span.made_of
+        else:
+            assert record.trace is not None
+            assert record.parent is not None
+            flags = _SAMPLED
+            trace_id = int.from_bytes(record.trace, "big")
+            context, parent = (
+                _context(SpanContext(trace_id, 1, False, flags), one.span_id) for one in (record, record.parent)
+            )
+            links = () if record.link is None else (Link(linked(record.link), {}),)
+        return ReadableSpan(
+            record.name,
             context,
             parent,
-            tracer.resource,
-            attributes or {},
+            self._tracer.resource,
+            record.attributes or {},
             links=links,
-            start_time=start,
-            end_time=end,
+            start_time=record.start,
+            end_time=record.end,
             instrumentation_scope=self._scope,
         )
-        tracer.span_processor.on_end(span)
 
     def make(
         self,

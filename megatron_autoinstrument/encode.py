@@ -1,4 +1,5 @@
-"""From spans of this package to the bytes of OTLP's ExportTraceServiceRequest, by joins of what is known beforehand.
+"""From records, and spans of this package, to the bytes of OTLP's ExportTraceServiceRequest, by joins of what is known
+beforehand.
 
 The exporters of OpenTelemetry encode by a function `encode_spans`, which builds a message of protobuf for each part of
 a span: two thirds of all that a span costs. Here most bytes of a span are those of the one before.
@@ -8,7 +9,7 @@ https://github.com/open-telemetry/opentelemetry-proto/blob/v1.5.0/opentelemetry/
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, wraps
 from struct import Struct, error
 from typing import Any
@@ -19,7 +20,9 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from megatron_autoinstrument import patching
+from megatron_autoinstrument.recording.record import Record, linked
 from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.traces import span_id
 from megatron_autoinstrument.version import __version__
 
 _logger = get_logger(__name__)
@@ -42,8 +45,8 @@ _Encoder = Callable[[Sequence[ReadableSpan]], Any]
 # Names, values and lengths come again: their bytes are made once, and kept so long as they are among the latest.
 _known = lru_cache(4096, typed=True)
 
-_child = Struct("<2s16s2s8s2s8s").pack
-_root = Struct("<2s16s2s8s").pack
+_child = Struct(">2s16s2sQ2sQ").pack
+_root = Struct(">2s16s2sQ").pack
 _times = Struct("<sQsQ").pack
 
 
@@ -99,8 +102,12 @@ def _link(link: Link) -> bytes:
     context = link.context
     if link.attributes or context.trace_state:
         raise Unusual
-    ids = _root(_TRACE_ID, context.trace_id.to_bytes(16, "big"), _SPAN_ID, context.span_id.to_bytes(8, "big"))
-    return b"".join((_LINK, ids, _LINK_REMOTE if context.is_remote else _LINK_LOCAL))
+    return _link_to(context.trace_id, context.span_id, context.is_remote)
+
+
+def _link_to(trace_id: int, span_id: int, is_remote: bool) -> bytes:
+    ids = _root(_TRACE_ID, trace_id.to_bytes(16, "big"), _SPAN_ID, span_id)
+    return b"".join((_LINK, ids, _LINK_REMOTE if is_remote else _LINK_LOCAL))
 
 
 def encode(span: ReadableSpan) -> bytes:
@@ -119,16 +126,15 @@ def encode(span: ReadableSpan) -> bytes:
         for part in (attributes, events, links):
             if getattr(part, "dropped", 0):
                 raise Unusual
-    trace_id, span_id = context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
+    trace_id = context.trace_id.to_bytes(16, "big")
     if parent is None:
-        ids, flags = _root(_TRACE_ID, trace_id, _SPAN_ID, span_id), _LOCAL
+        ids, flags = _root(_TRACE_ID, trace_id, _SPAN_ID, context.span_id), _LOCAL
     else:
-        ids = _child(_TRACE_ID, trace_id, _SPAN_ID, span_id, _PARENT_ID, parent.span_id.to_bytes(8, "big"))
+        ids = _child(_TRACE_ID, trace_id, _SPAN_ID, context.span_id, _PARENT_ID, parent.span_id)
         flags = _REMOTE if parent.is_remote else _LOCAL
     parts = [ids, _name(span._name), _times(_START, span._start_time, _END, span._end_time)]
     if attributes:
-        for key, value in attributes.items():
-            parts.append(_float(key, value) if type(value) is float else _attribute(key, value))
+        _add_attributes(parts, attributes)
     if links:
         parts += map(_link, links)
     parts += (_STATUS[status.status_code], flags)
@@ -136,27 +142,88 @@ def encode(span: ReadableSpan) -> bytes:
     return b"".join((_SPAN, _varint(len(body)), body))
 
 
-def _request(of_sdk: _Encoder, kind: Any, spans: Sequence[ReadableSpan]) -> Any:
+def _add_attributes(parts: list[bytes], attributes: Mapping[str, Any]) -> None:
+    for key, value in attributes.items():
+        parts.append(_float(key, value) if type(value) is float else _attribute(key, value))
+
+
+_ENDED_WELL, _ENDED_WELL_REMOTE = (_STATUS[StatusCode.UNSET] + flags for flags in (_LOCAL, _REMOTE))
+
+
+def encode_record(record: Record) -> bytes:
+    """The span of a record that was handed on, likewise.
+
+    Raises:
+        Unusual: it has what is left to the exporter's own encoder.
+    """
+    live: Any = record.span
+    trace, offset, attributes, ending = record.trace, record.offset, record.attributes, _ENDED_WELL
+    if live is None:
+        ids = _child(_TRACE_ID, trace, _SPAN_ID, record.span_id, _PARENT_ID, record.parent.span_id)  # type: ignore[union-attr]
+    else:
+        _, _, _, parent, _, _, links = live.made_of
+        if parent is None:
+            ids = _root(_TRACE_ID, trace, _SPAN_ID, record.span_id)
+        else:
+            ids = _child(_TRACE_ID, trace, _SPAN_ID, record.span_id, _PARENT_ID, parent.span_id)
+            if parent.is_remote:
+                ending = _ENDED_WELL_REMOTE
+    # `ended` is known: it was handed on since.
+    times = _times(_START, record.begun + offset, _END, record.ended + offset)  # type: ignore[operator]
+    parts = [ids, _name(record.name), times]
+    if attributes:
+        _add_attributes(parts, attributes)
+    if live is not None:
+        parts += map(_link, links)
+    elif (link := record.link) is not None:
+        if type(link) is tuple:
+            parts.append(_link_to(link[0][0], span_id(link), True))
+        else:
+            parts.append(_link(Link(linked(link))))
+    parts.append(ending)
+    body = b"".join(parts)
+    return b"".join((_SPAN, _varint(len(body)), body))
+
+
+def _request(of_sdk: _Encoder, kind: Any, spans: Sequence[Any]) -> Any:
     # Spans of one resource and one scope, which is nearly always all of them, are next to each other.
     groups: list[tuple[Any, Any, list[bytes]]] = []
     others: list[ReadableSpan] = []
+    latest: Any = None
+    add: Callable[[bytes], None] = bytes  # replaced before it is called
     for span in spans:
-        resource, scope = span._resource, span._instrumentation_scope
-        if type(span) is not ReadableSpan or scope is None or scope.name != SCOPE:
-            others.append(span)
-            continue
         try:
-            encoded = encode(span)
+            if type(span) is Record:
+                encoded = encode_record(span)
+                whose = span.handed_by
+                if whose is not latest:
+                    latest, add = whose, _group(groups, whose.resource, whose.scope)
+            elif type(span) is ReadableSpan and getattr(span._instrumentation_scope, "name", None) == SCOPE:
+                encoded = encode(span)
+                latest, add = None, _group(groups, span._resource, span._instrumentation_scope)
+            else:
+                others.append(span)
+                continue
         except (Unusual, ValueError, OverflowError, error):
-            others.append(span)
+            others.append(readable(span))
             continue
-        if not groups or groups[-1][0] is not resource or groups[-1][1] is not scope:
-            groups.append((resource, scope, []))
-        groups[-1][2].append(encoded)
+        add(encoded)
     request = of_sdk(others) if others else kind()
     for resource, scope, encoded_spans in groups:
         request.MergeFromString(_around(of_sdk, resource, scope, encoded_spans))
     return request
+
+
+def _group(groups: list[tuple[Any, Any, list[bytes]]], resource: Any, scope: Any) -> Callable[[bytes], None]:
+    if not groups or groups[-1][0] is not resource or groups[-1][1] is not scope:
+        groups.append((resource, scope, []))
+    return groups[-1][2].append
+
+
+def readable(span: Any) -> ReadableSpan:
+    """The span that a record stands for; a span itself."""
+    made: ReadableSpan = span.handed_by.readable(span) if type(span) is Record else span
+    return made
 
 
 _heads: tuple[Any, Any, bytes, bytes] | None = None  # of the latest resource and scope
@@ -204,6 +271,7 @@ def _samples(resource: Any, scope: Any) -> list[ReadableSpan]:
 
 _EXPORTERS = tuple(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter" for protocol in ("grpc", "http"))
 _seen: set[str] = set()
+_encoding: set[str] = set()  # those whose exporters have spans encoded here
 
 
 def install() -> None:
@@ -214,12 +282,32 @@ def install() -> None:
             _seen.add(name)
             try:
                 _replace(module)
+                _encoding.add(name)
             except Exception as reason:  # noqa: BLE001
                 _give_up(module, reason)
 
 
+_OF_THE_CLASS = ("_export", "_translate_data", "export")
+
+
+def encodes_for(exporter: Any) -> bool:
+    """Whether an exporter is OpenTelemetry's own, as it is, and asks this module for the bytes of its spans: it takes
+    records then."""
+    kind = type(exporter)
+    if kind.__module__ not in _encoding or kind.__name__ != "OTLPSpanExporter":
+        return False
+    own = vars(exporter)
+    return hasattr(getattr(sys.modules[kind.__module__], "encode_spans", None), "of_this_package") and all(
+        getattr(own.get(name), "of_this_package", name not in own)
+        and getattr(getattr(kind, name, None), "__module__", "opentelemetry.").startswith("opentelemetry.")
+        for name in _OF_THE_CLASS
+    )
+
+
 def _replace(module: Any) -> None:
     of_sdk = module.encode_spans
+    if not of_sdk.__module__.startswith("opentelemetry."):
+        raise Unusual("its encoder is somebody's own")
     samples = _samples(Resource({"sample": True}, "https://example.com"), InstrumentationScope(SCOPE, __version__))
     expected = of_sdk(samples)
     kind = type(expected)
@@ -228,13 +316,15 @@ def _replace(module: Any) -> None:
 
     @wraps(of_sdk)
     def encode_spans(sdk_spans: Sequence[ReadableSpan]) -> Any:
-        try:
-            return _request(of_sdk, kind, sdk_spans)
-        except Exception as reason:  # noqa: BLE001
-            module.encode_spans = of_sdk
-            _give_up(module, reason)
-            return of_sdk(sdk_spans)
+        if module.__name__ in _encoding:
+            try:
+                return _request(of_sdk, kind, sdk_spans)
+            except Exception as reason:  # noqa: BLE001
+                _encoding.discard(module.__name__)
+                _give_up(module, reason)
+        return of_sdk(list(map(readable, sdk_spans)))  # records may be waiting in a queue
 
+    encode_spans.of_this_package = True  # type: ignore[attr-defined]
     module.encode_spans = encode_spans
 
 

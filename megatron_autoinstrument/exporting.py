@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
+from megatron_autoinstrument.recording.record import Record
 from megatron_autoinstrument.redact import get_logger
 
 _logger = get_logger(__name__)
@@ -76,6 +77,11 @@ class Export(logging.Filter):
         exporter.export = self  # before the rest: an exporter may refuse it
         for logger in self._loggers:
             logger.addFilter(self)
+
+    @property
+    def of_this_package(self) -> bool:
+        """Whether nothing of somebody's stands behind it."""
+        return self._own is None or hasattr(self._own, "of_this_package")
 
     def release(self) -> None:
         """Puts the exporter's own `export` back."""
@@ -173,7 +179,10 @@ class Export(logging.Filter):
     def _of_scope(self, batch: Any) -> int:
         if self._signal != "traces":
             return 0
-        return sum(getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope for span in batch)
+        return sum(
+            type(span) is Record or getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope
+            for span in batch
+        )
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

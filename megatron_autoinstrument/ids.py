@@ -16,25 +16,8 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 
 from megatron_autoinstrument import ranks, store
 from megatron_autoinstrument.environment_variables import NEMO_LENS_RUN_ID
+from megatron_autoinstrument.private_random import GENERATOR, random_span_id
 from megatron_autoinstrument.targets import global_vars
-
-
-class _Random(random.Random):
-    """A generator that can stand in for the module `random` as well."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(random, name)
-
-
-# Never Python's global generator: Megatron seeds it alike on all ranks, so that ranks would draw the same ids, and
-# each span would move the state that training draws from.
-_random = _Random(os.urandom(32))
-os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
-
-
-def random_span_id() -> int:
-    """A span id from the private generator."""
-    return _random.getrandbits(64) or random_span_id()
 
 
 class PrivateIdGenerator(IdGenerator):
@@ -53,7 +36,7 @@ class PrivateIdGenerator(IdGenerator):
 
     def generate_trace_id(self) -> int:
         planned: int | None = getattr(self._planned, "trace_id", None)
-        return planned or _random.getrandbits(128) or self.generate_trace_id()
+        return planned or GENERATOR.getrandbits(128) or self.generate_trace_id()
 
 
 def private_generator(tracer: object) -> PrivateIdGenerator | None:
@@ -92,10 +75,10 @@ def keep_random_state_in_retries() -> None:
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if value is random:
-                setattr(module, attribute, _random)
+                setattr(module, attribute, GENERATOR)
             # `from random import uniform`
             elif type(value) in (MethodType, BuiltinMethodType) and value.__self__ is _global_random:
-                setattr(module, attribute, getattr(_random, value.__name__))
+                setattr(module, attribute, getattr(GENERATOR, value.__name__))
 
 
 class _Run(NamedTuple):
@@ -123,11 +106,11 @@ def _word(run: int) -> str | None:
     if not store.is_up():
         if ranks.current().world_size > 1:
             return None  # not yet: don't keep that
-        word: str | None = f"{_random.getrandbits(96):024x}"
+        word: str | None = f"{GENERATOR.getrandbits(96):024x}"
     else:
         word = store.agree(before.word if before is not None else None)
         if word is None and ranks.current().world_size == 1:
-            word = f"{_random.getrandbits(96):024x}"
+            word = f"{GENERATOR.getrandbits(96):024x}"
     try:
         reference = None if args is None else weakref.ref(args)
     except TypeError:

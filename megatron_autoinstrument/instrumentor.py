@@ -316,6 +316,9 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
 
         # A restart in the process may have given it another rank.
         ranks.recording = functools.cache(functools.partial(ranks.records, config=settings))
+        if RECORDER.journal is not None:
+            now = ranks.current()
+            RECORDER.journal.describe(now.rank, now.world_size, run, ids.run_id(run))
         return connection.plan(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step")
 
     # A program that tells its ranks their places in another way than Megatron's has told it by the first record.

@@ -78,8 +78,8 @@ class Connection:
         self._generator = ids.private_generator(self.tracer)
         self._hand_on: Callable[[], bool] = lambda: True
         self._watch: _Watch | None = None
-        self.direct = _direct(self.tracer, lambda: self.closed)
         self._ended = exporting.Tally()
+        self.direct = _direct(self.tracer, lambda: self.closed, self._ended.add)
         self._exports = {
             name: exporting.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()
         }
@@ -571,6 +571,7 @@ def _silent_in_children(exporter: Any, without_ours: Callable[[Any], Any] = lamb
             return export(*args, **kwargs)
 
         export_in_this_process.silent_in_children_of = process  # type: ignore[attr-defined]
+        export_in_this_process.of_this_package = True  # type: ignore[attr-defined]
         try:
             exporter.export = export_in_this_process
         except Exception:
@@ -686,7 +687,7 @@ _SIGNALS = {
 }
 
 
-def _direct(tracer: Any, is_closed: Callable[[], bool]) -> Any:
+def _direct(tracer: Any, is_closed: Callable[[], bool], count: Callable[[int], None]) -> Any:
     """The shorter way for its spans, where this SDK has what that is made of."""
     try:
         from megatron_autoinstrument.direct import Direct
@@ -698,8 +699,8 @@ def _direct(tracer: Any, is_closed: Callable[[], bool]) -> Any:
         def never(*args: Any) -> None:
             pass
 
-        return SimpleNamespace(possible=False, look=never, start=never, end=never, finish=never, emit=never)
-    return Direct(tracer, _Watch, is_closed)
+        return SimpleNamespace(possible=False, look=never, start=never, finish=never, hand_on=never)
+    return Direct(tracer, _Watch, is_closed, count)
 
 
 def _ask(provider: Any, what: str) -> None:

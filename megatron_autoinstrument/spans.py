@@ -18,17 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import get_ident
-from time import monotonic, monotonic_ns, sleep, time_ns
+from time import monotonic, monotonic_ns, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode
 
 from megatron_autoinstrument import patching, redact
 from megatron_autoinstrument.finite import finite
 from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
+from megatron_autoinstrument.private_random import random_span_id
+from megatron_autoinstrument.recording.journal import Journal
+from megatron_autoinstrument.recording.journal import create as create_journal
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.traces import Identity, Traces, span_id
@@ -41,14 +45,10 @@ _logger = get_logger(__name__)
 Attributes = Mapping[str, Any]
 Reader = Callable[[Arguments, Mapping[str, Any]], Any]
 
-# How a record reaches OpenTelemetry.
-LIVE, FREQUENT, SILENT = "live", "frequent", "silent"
-
 RUN_GROUPS = {"job", "model_init", "load_checkpoint", "checkpoint", "evaluate"}
 """What belongs to no step."""
 _RUN = frozenset(name for name, group in SPAN_GROUPS.items() if group == "job")
 _SCOPES = ("megatron.train_step", "megatron.evaluate")
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 THREAD = "megatron-autoinstrument"
 """The name of this package's threads."""
@@ -59,68 +59,6 @@ _OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take al
 _FOR_A_FLUSH_S = 5.0  # how long somebody's flush or shutdown waits for what our thread is handing on
 _FOR_OTHERS_S = 1.0  # and how long the last one waits for a thread that may never go on
 _FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
-
-
-class Record:
-    """One call that is, or was, running."""
-
-    __slots__ = (
-        *("attributes", "begun", "ended", "error", "identity", "kind", "link", "name", "offset", "owned", "parent"),
-        *("root", "span", "token"),
-    )
-
-    def __init__(
-        self, name: str, kind: str, parent: Record | None, attributes: dict[str, Any] | None, owned: bool = True
-    ) -> None:
-        self.name = name
-        self.kind = kind
-        self.parent = parent
-        self.attributes = attributes
-        self.owned = owned  # by the training thread, so that calls inside it are its children
-        self.identity: Identity | None = None  # what its span id is worked out from, if others name it
-        self.link: SpanContext | Identity | None = None
-        self.root: int | None = None  # the trace that it is the outermost record of
-        self.span: trace.Span | None = None
-        self.token: Any = None
-        self.error: dict[str, str] | None = None
-        self.ended: int | None = None
-        self.begun = monotonic_ns()
-        # From there to the wall clock.
-        self.offset: int = time_ns() - self.begun if parent is None else parent.offset
-
-    @property
-    def start(self) -> int:
-        """In ns since the epoch."""
-        return self.begun + self.offset
-
-    @property
-    def end(self) -> int | None:
-        """Likewise; None while it is running."""
-        return None if self.ended is None else self.ended + self.offset
-
-    def anchor(self) -> None:
-        """Asks the wall clock anew, for what nothing but the run encloses: the clock may have been stepped since that
-        began. Not where the span would start before its parent's."""
-        offset = time_ns() - self.begun
-        around = self.parent
-        if around is not None and self.root is None and self.begun + offset < around.start:
-            return
-        self.offset = offset
-        while around is not None:
-            if (later := offset - around.offset) > 0:  # it is to end later then, and to start when it did
-                around.begun -= later
-                around.offset = offset
-            around = around.parent
-
-    @property
-    def context(self) -> SpanContext | None:
-        """Of this record's span, or the nearest enclosing one's; None if there is none, or not yet."""
-        record: Record | None = self
-        while record is not None:
-            if record.span is not None:
-                return record.span.get_span_context()
-            record = record.parent
-        return None
 
 
 class _Place(NamedTuple):
@@ -154,6 +92,8 @@ class Recorder:
         """Of this run in the process."""
         self.traces: Traces | None = None
         """Of this run, once connected; None where ids can't be worked out."""
+        self.journal: Journal | None = None
+        """What the process leaves behind, however it ends; None before it is connected."""
         self._deferred: Record | None = None
         self._held: Record | None = None
         self._holds = True  # whether somebody will release it
@@ -212,6 +152,8 @@ class Recorder:
             self._open(record)
         elif kind is FREQUENT:
             self._keep(record)
+        elif root is not None:
+            record.trace = None  # what is inside belongs to another trace than what is around, and has no parent
         self.current = record
         if root is not None and not self._keeps(record, root):
             self.mute(True)
@@ -258,9 +200,22 @@ class Recorder:
         if record is self._muted_by:
             self._muted_by = None
             self.mute(False)
+        if record.slot and (journal := self.journal) is not None:
+            if error is not None:
+                journal.fail(record.slot)
+            if record.slot > 0:
+                journal.end(record.slot, ended)
+            else:
+                journal.end_kept(record.slot, ended)
         if record.kind is LIVE:
             self._close(record, ended, hold and self._holds)
         record.ended = ended  # last: from here on the thread may take it
+
+    def link(self, record: Record, to: Identity) -> None:
+        """Says what a record is linked to."""
+        record.link = to
+        if record.slot and (journal := self.journal) is not None:
+            journal.link(record.slot, to[0][0].to_bytes(16, "big"), span_id(to))
 
     def end_together(self, records: list[Record], error: BaseException | None) -> None:
         """Closes them now."""
@@ -270,6 +225,8 @@ class Recorder:
         marked = {"exception.type": first.error["exception.type"]} if first.error else None
         for other in records[1:]:
             other.error = marked
+            if other.slot and first.ended is not None and (journal := self.journal) is not None:
+                journal.end(other.slot, first.ended)
             other.ended = first.ended
 
     def _begin_elsewhere(self, thread: int, name: str, kind: str, attributes: dict[str, Any] | None) -> Record | None:
@@ -291,11 +248,32 @@ class Recorder:
 
     def _keep(self, record: Record) -> Record:
         if len(self._waiting) < MAX_WAITING:
+            self._identify(record)
             self._waiting.append(record)
         else:
-            self.dropped += 1
-            record.kind = SILENT  # what is inside belongs to what is around
+            self._drop(record)
         return record
+
+    def _drop(self, record: Record) -> None:
+        self.dropped += 1
+        record.kind = SILENT  # what is inside belongs to what is around
+
+    def _identify(self, record: Record) -> None:
+        """Gives a record that opens its ids and its place in the journal."""
+        parent_id = record.span_id
+        if record.trace is not None:
+            record.span_id = random_span_id() if record.identity is None else span_id(record.identity)
+        if (journal := self.journal) is not None:
+            record.slot = journal.begin(
+                record.name,
+                record.attributes,
+                record.begun,
+                record.offset,
+                record.trace,
+                record.span_id,
+                parent_id,
+                0 if record.owned else get_ident(),
+            )
 
     # ------------------------------------------------------------------------------------------ coarse calls
 
@@ -354,7 +332,7 @@ class Recorder:
     def is_in_the_runs_trace(self) -> bool:
         """Whether what begins now and opens no step belongs to the trace that every rank works out alike: not where
         the application has a trace of its own around the run."""
-        context = self.current.context if self.current is not None else None
+        context = self.current.nearest_context if self.current is not None else None
         context = context or trace.get_current_span().get_span_context()
         traces = self.traces  # another thread may instrument anew
         return traces is not None and (not context.is_valid or context.trace_id == traces.run)
@@ -445,6 +423,8 @@ class Recorder:
             self.disconnect()
             self._connection = connect()
             self._connection.watch(self._drain_for_others)
+            if self.journal is None:
+                self.journal = create_journal()
         if self.traces is None and self._connection is not None:
             self.traces = self._plan(self._connection, self.run_number)
         if self._thread is None:
@@ -477,9 +457,19 @@ class Recorder:
                 span = self._connection.start_span(context, place.trace, *described)
             except Exception as error:  # noqa: BLE001
                 record.kind = SILENT  # what is inside belongs to what is around
+                if record.root is not None:
+                    record.trace = None
                 self._lose(error)
                 return
         record.span = span
+        parent_id, made = record.span_id, span.get_span_context()
+        if made.trace_flags.sampled and not made.trace_state:
+            record.trace, record.span_id = made.trace_id.to_bytes(16, "big"), made.span_id
+        else:
+            record.trace = None
+        if (journal := self.journal) is not None:
+            ids = (record.trace, record.span_id, parent_id)
+            record.slot = journal.keep(record.name, record.attributes, record.begun, record.offset, *ids)
         record.token = context_api.attach(trace.set_span_in_context(span))
 
     def _place(self, record: Record) -> _Place:
@@ -487,8 +477,10 @@ class Recorder:
         while at is not None:
             if at.span is not None:
                 return _Place(at.span.get_span_context())
+            if at.handed_by is not None:
+                return _Place(at.nearest_context)
             if at.root is not None:
-                return _Place(None, at.root, True, at.parent.context if at.parent is not None else None)
+                return _Place(None, at.root, True, at.parent.nearest_context if at.parent is not None else None)
             at = at.parent
         traces = self.traces  # another thread may instrument anew
         if traces is not None and (not traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
@@ -569,7 +561,8 @@ class Recorder:
     def begin_background(self, name: str, parent: Record | None, attributes: dict[str, Any], link: Record) -> Record:
         """Opens a record of work that goes on while training does. It is no one's parent."""
         record = Record(name, FREQUENT, parent, attributes, owned=False)
-        if (context := link.context) is not None:
+        self._identify(record)
+        if (context := link.nearest_context) is not None:
             record.link = context
         self._background.append(record)
         return record
@@ -579,7 +572,12 @@ class Recorder:
         record.ended = monotonic_ns()
         if record in self._background:
             self._background.remove(record)
-            self._keep(record)
+            if record.slot and self.journal is not None:
+                self.journal.end(record.slot, record.ended)
+            if len(self._waiting) < MAX_WAITING:
+                self._waiting.append(record)
+            else:
+                self._drop(record)
 
     # ------------------------------------------------------------------------------------------ towards OpenTelemetry
 
@@ -745,18 +743,10 @@ class Recorder:
         if self._connection is None or self._connection.closed:
             self.dropped += 1
             return
+        if record.error is None and self._connection.direct.hand_on(record):
+            return
         end = record.end
         assert end is not None
-        if record.span is None and record.error is None:
-            self._start_around(record)
-            place = self._place(record)
-            if place.parent is not None:
-                context = self._connection.direct.end(place.parent, end, *_described(record, place))
-                if context is not None:
-                    record.span = NonRecordingSpan(context)
-                    return
-        if self._connection.direct.emit(record.span):
-            return
         span = record.span or self._start(record)
         if record.attributes:
             span.set_attributes(finite(record.attributes))
@@ -777,7 +767,7 @@ class Recorder:
         around = record.parent
         while around is not None and around.span is None and around.kind is not FREQUENT:
             around = around.parent
-        if around is not None and around.span is None:
+        if around is not None and around.span is None and around.handed_by is None:
             self._start(around)
 
     def close_open_records(self, cut_off_by: str | None = None) -> None:
@@ -876,6 +866,8 @@ class Recorder:
                 break
             sleep(0.01)
         lost = self._lost(final=True)
+        if spans.done is not None and not lost and self.journal is not None:
+            self.journal.remove()
         if (spans.done is None or lost) and not self._told_of_signal:
             self._told_of_signal = True
             what = f"{lost or 'some'} spans are lost{self._on_its_way()}"
@@ -892,8 +884,9 @@ class Recorder:
         """This is a forked child: what is open or waiting is its parent's to record."""
         record = self.current
         while record is not None:
-            record.span = None  # a wrapper that is on the stack here as well will end the record
+            record.span = record.trace = None  # a wrapper that is on the stack here as well will end the record
             record = record.parent
+        self.journal = None  # its memory is shared
         self.current = self._deferred = self._held = self._thread = self._other_thread = None
         self._draining, self._draining_thread = threading.Lock(), 0  # our thread may have held it
         self._last = {}
@@ -969,14 +962,17 @@ def _described(record: Record, place: _Place) -> tuple[str, int, Attributes | No
     """What is known of its span when it starts: name, start, attributes, links and id."""
     # An exporter may take each link's attributes for a mapping, as the SDK's are.
     links: tuple[Link, ...] = () if place.around is None else (Link(place.around, {}),)
-    if isinstance(record.link, SpanContext):
-        links += (Link(record.link, {}),)
-    elif record.link is not None:
-        trace_id = record.link[0][0]
-        links += (Link(SpanContext(trace_id, span_id(record.link), is_remote=True, trace_flags=_SAMPLED), {}),)
-    identity = record.identity
+    if record.link is not None:
+        links += (Link(linked(record.link), {}),)
     attributes = finite(record.attributes) if record.attributes else None
-    return record.name, record.start, attributes, links, span_id(identity) if identity is not None else None
+    return record.name, record.start, attributes, links, _wanted_id(record)
+
+
+def _wanted_id(record: Record) -> int | None:
+    """The id that others may know its span by already."""
+    if record.kind is FREQUENT and record.trace is not None:
+        return record.span_id
+    return span_id(record.identity) if record.identity is not None else None
 
 
 def _mark(span: trace.Span, record: Record, now: int) -> None:

@@ -6,6 +6,7 @@ Nothing here knows of OpenTelemetry, and no secret, no path and no text of an er
 
 from __future__ import annotations
 
+import atexit
 import json
 import mmap
 import os
@@ -55,16 +56,17 @@ SLOT = {
     "end": "q",
     "offset": "q",
     "trace_id": "16s",
-    "span_id": "8s",
-    "parent_id": "8s",
-    "link": "24s",
+    "span_id": "Q",
+    "parent_id": "Q",
+    "link_trace_id": "16s",
+    "link_span_id": "Q",
     "first": "q",
     "second": "q",
     "number": "Q",
 }
 NONE = -(2**63)
 """Stands in `first` or `second` where the call has no such number."""
-NO_LINK, NO_PARENT = bytes(24), bytes(8)
+NO_TRACE, NO_SPAN = bytes(16), 0
 ERROR = 1
 """The flag of a call that raised."""
 
@@ -97,9 +99,10 @@ class Slot(NamedTuple):
     end: int
     offset: int
     trace_id: bytes
-    span_id: bytes
-    parent_id: bytes
-    link: bytes
+    span_id: int
+    parent_id: int
+    link_trace_id: bytes
+    link_span_id: int
     first: int
     second: int
     number: int
@@ -116,8 +119,12 @@ class Kind(NamedTuple):
     """Attributes with the same value in each of these calls."""
 
 
+OTHER = Kind("other")
+"""Kind 0: of calls for whose kind there was no place."""
+
+
 class Journal:
-    """The file of this process. Any thread may begin and end calls; another may take what has ended meanwhile."""
+    """The file of this process. Any thread may begin and end calls."""
 
     def __init__(self, memory: mmap.mmap, path: str | None = None) -> None:
         """
@@ -126,50 +133,43 @@ class Journal:
             path: Of the file that is mapped; None where there is none.
         """
         self.path = path
-        self.dropped = 0
-        """Calls that were overwritten, or for which there was no place."""
+        self._pid = os.getpid()
         self._memory = memory
         self._words = memoryview(memory).cast("q")
         self._kinds: dict[Kind, int] = {}
         self._kept = list(range(KEPT_SLOTS))  # those that are free
-        self._taken = 0
         header = [MAGIC, VERSION, SLOT_BYTES, HEADER_BYTES, _KEPT_AT, _RING_AT, KEPT_SLOTS, RING_SLOTS, 0, 1, 0]
         header += [os.getpid(), _process_start("self"), 0, 0, 0, monotonic_ns(), time_ns(), b""]
         _HEADER.pack_into(memory, 0, *header)
-        self.begin, self.end = _ring(memory, self._words, self._count_dropped)
+        self.kind(OTHER)
+        self._numbers = count(1)  # several threads draw from it
+        self.begin, self.end = _ring(memory, self._words, self._numbers, self.kind)
 
     begin: Callable[..., int]
     """Writes that a call begins, and returns its number.
 
     Args:
-        what: The result of `what`.
-        trace_id: 16 bytes.
-        span_id: 8 bytes.
-        parent_id: 8 bytes, `NO_PARENT` where it is none's child.
-        offset: From the monotonic clock to the wall clock, in ns.
-        link: Trace id and span id of another call.
-        first: A number of it, by the name that its kind gives it.
-        second: Another one.
+        name: Of its span.
+        attributes: Of it, so far as they are known: numbers and truths of them are written.
+        begun: When, by the monotonic clock.
+        offset: From there to the wall clock, in ns.
+        trace_id: 16 bytes; None: not known.
+        span_id: 0: not known.
+        parent_id: 0: it is nobody's child.
+        thread: 0: the training thread.
     """
-    end: Callable[[int], None]
-    """Writes that the call of this number has ended."""
-
-    def _count_dropped(self) -> None:
-        self.dropped += 1
+    end: Callable[[int, int], None]
+    """Writes that the call of this number ended at this time, by the monotonic clock."""
 
     def kind(self, kind: Kind) -> int:
-        """The number that stands for `kind` in a slot.
-
-        Raises:
-            ValueError: there is no place for another.
-        """
+        """The number that stands for `kind` in a slot; 0 where there is no place for another."""
         number = self._kinds.get(kind)
         if number is None:
-            number = len(self._kinds)
             line = json.dumps([kind.name, kind.first, kind.second, dict(kind.constant)]).encode() + b"\n"
             used = self._words[_AT["kinds_bytes"] // 8]
             if used + len(line) > KINDS_BYTES:
-                raise ValueError(f"There is no place in the journal for another kind: {kind.name}")
+                return 0
+            number = len(self._kinds)
             self._memory[HEADER_BYTES + used : HEADER_BYTES + used + len(line)] = line
             self._words[_AT["kinds_bytes"] // 8] = used + len(line)  # last: a reader takes no half of a line
             self._kinds[kind] = number
@@ -187,55 +187,60 @@ class Journal:
         self._words[at], self._words[at + 1], self._words[at + 2] = iteration, monotonic_ns(), time_ns()
 
     def keep(
-        self, what: int, trace_id: bytes, span_id: bytes, parent_id: bytes, offset: int, link: bytes = NO_LINK
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None,
+        begun: int,
+        offset: int,
+        trace_id: bytes | None,
+        span_id: int,
+        parent_id: int,
     ) -> int:
-        """Like `begin`, for a call that may run long: it has its place until it is given back by `free`.
+        """Like `begin`, for a call that may run long: it has its place until it ends.
 
         Returns:
             A negative number, or 0 where there is no place.
         """
-        if not self._kept:
-            self.dropped += 1
+        try:
+            index = self._kept.pop()
+        except IndexError:
             return 0
-        index = self._kept.pop()
-        at = _KEPT_AT + index * SLOT_BYTES
-        fields = (what, monotonic_ns(), 0, offset, trace_id, span_id, parent_id, link, NONE, NONE, index + 1)
-        _BEGIN.pack_into(self._memory, at, *fields)
+        what, first, second = _shape(name, attributes or {}, self.kind)
+        ids = (trace_id or NO_TRACE, span_id, parent_id, NO_TRACE, NO_SPAN)
+        _BEGIN.pack_into(self._memory, _at(-1 - index), what, begun, 0, offset, *ids, first, second, index + 1)
         return -1 - index
 
-    def end_kept(self, number: int) -> None:
-        """Like `end`, for a call that `keep` has given its number."""
-        self._words[(_at(number) + _IN_SLOT["end"]) // 8] = monotonic_ns()
-
-    def read(self, number: int) -> Slot:
-        """What stands in the place of the call of that number. It is that call if it has this number itself; a smaller
-        one is still on its way out, and a larger one has overwritten it."""
-        return Slot._make(_SLOT.unpack_from(self._memory, _at(number)))
-
-    def free(self, number: int) -> None:
-        """Gives the place of a kept call back."""
-        self._words[(_at(number) + _IN_SLOT["number"]) // 8] = 0
+    def end_kept(self, number: int, ended: int) -> None:
+        """Like `end`, for a call that `keep` has given its number: it goes to the ring, and its place is free."""
+        at, number_at = _at(number), _IN_SLOT["number"]
+        slot = bytearray(self._memory[at : at + SLOT_BYTES])
+        Struct("<q").pack_into(slot, _IN_SLOT["end"], ended)
+        following = next(self._numbers)
+        Struct("<Q").pack_into(slot, number_at, following)
+        self._words[_AT["written"] // 8] = following
+        ring_at = _at(following)
+        self._memory[ring_at : ring_at + SLOT_BYTES] = bytes(slot)
+        self._words[(at + number_at) // 8] = 0
         self._kept.append(-1 - number)
 
-    def take(self) -> Iterator[int]:
-        """The numbers of the calls that have begun since the last time, kept ones excepted. What was overwritten
-        before it could be taken is counted."""
-        while True:
-            number = self._taken + 1
-            found = self._words[(_at(number) + _IN_SLOT["number"]) // 8]
-            if found < number:
-                return
-            if found > number:
-                lost = max(1, self._words[_AT["written"] // 8] - RING_SLOTS - self._taken)
-                self.dropped += lost
-                self._taken += lost
-            else:
-                self._taken = number
-                yield number
+    def link(self, number: int, trace_id: bytes, span_id: int) -> None:
+        """Writes what the call of that number is linked to."""
+        if self._has(number):
+            Struct("<16sQ").pack_into(self._memory, _at(number) + _IN_SLOT["link_trace_id"], trace_id, span_id)
+
+    def fail(self, number: int) -> None:
+        """Writes that the call of that number has raised."""
+        if self._has(number):
+            Struct("<H").pack_into(self._memory, _at(number) + _IN_SLOT["flags"], ERROR)
+
+    def _has(self, number: int) -> bool:
+        """Whether the place of the call of that number is its own still."""
+        found: int = self._words[(_at(number) + _IN_SLOT["number"]) // 8]
+        return found == (number if number > 0 else -number) != 0
 
     def remove(self) -> None:
-        """Removes the file. What is mapped stays until the process ends."""
-        if self.path is not None:
+        """Removes the file, if this is its process. What is mapped stays until the process ends."""
+        if self.path is not None and os.getpid() == self._pid:
             with suppress(OSError):
                 os.unlink(self.path)
             self.path = None
@@ -256,65 +261,127 @@ def _at(number: int) -> int:
     return _RING_AT + (number & (RING_SLOTS - 1)) * SLOT_BYTES
 
 
+class _Plain(dict[str, int]):
+    """By the name of a call without attributes: how its slot begins."""
+
+    def __init__(self, kind: Callable[[Kind], int]) -> None:
+        self._kind = kind
+
+    def __missing__(self, name: str) -> int:
+        self[name] = self._kind(Kind(name))
+        return self[name]
+
+
+def _shape(name: str, attributes: Mapping[str, Any], number_of: Callable[[Kind], int]) -> tuple[int, int, int]:
+    """The kind of a call with these attributes, and its two numbers."""
+    labels: list[str] = []
+    numbers: list[int] = []
+    constant: list[tuple[str, bool]] = []
+    for key, value in attributes.items():
+        if type(value) is bool:
+            constant.append((key, value))
+        elif type(value) is int and len(numbers) < 2 and -_MOST < value < _MOST:
+            labels.append(key)
+            numbers.append(value)
+    first, second = (*numbers, NONE, NONE)[:2]
+    return number_of(Kind(name, *labels, *(None,) * (2 - len(labels)), tuple(constant))), first, second
+
+
+_MOST = 1 << 63
+
+
 def _ring(
-    memory: mmap.mmap, words: memoryview, count_dropped: Callable[[], None]
-) -> tuple[Callable[..., int], Callable[[int], None]]:
+    memory: mmap.mmap, words: memoryview, numbers: Iterator[int], kind: Callable[[Kind], int]
+) -> tuple[Callable[..., int], Callable[[int, int], None]]:
     """The hot path: functions that find all they need in their closures."""
-    pack_into, start, slot, mask, now = _BEGIN.pack_into, _RING_AT, SLOT_BYTES, RING_SLOTS - 1, monotonic_ns
+    pack_into, start, slot, mask, plain = _BEGIN.pack_into, _RING_AT, SLOT_BYTES, RING_SLOTS - 1, _Plain(kind)
     written_at = _AT["written"] // 8
     end_at, number_at = ((_RING_AT + _IN_SLOT[name]) // 8 for name in ("end", "number"))
     slot_words = SLOT_BYTES // 8
-    numbers = count(1)  # several threads draw from it
 
     def begin(
-        what: int,
-        trace_id: bytes,
-        span_id: bytes,
-        parent_id: bytes,
+        name: str,
+        attributes: Mapping[str, Any] | None,
+        begun: int,
         offset: int,
-        link: bytes = NO_LINK,
-        first: int = NONE,
-        second: int = NONE,
+        trace_id: bytes | None,
+        span_id: int,
+        parent_id: int,
+        thread: int = 0,
     ) -> int:
+        first = second = NONE
+        if attributes:
+            what, first, second = _shape(name, attributes, kind)
+        else:
+            what = plain[name]
+        if thread:
+            what |= (thread & 0xFFFF_FFFF) << 32
         number = next(numbers)
         words[written_at] = number  # before the slot: a reader then knows that what stood there is on its way out
-        at = start + (number & mask) * slot
-        pack_into(memory, at, what, now(), 0, offset, trace_id, span_id, parent_id, link, first, second, number)
+        pack_into(
+            memory,
+            start + (number & mask) * slot,
+            what,
+            begun,
+            0,
+            offset,
+            trace_id or NO_TRACE,
+            span_id,
+            parent_id,
+            NO_TRACE,
+            NO_SPAN,
+            first,
+            second,
+            number,
+        )
         return number
 
-    def end(number: int) -> None:
+    def end(number: int, ended: int) -> None:
         at = (number & mask) * slot_words
-        if words[number_at + at] == number:
-            words[end_at + at] = now()
-        else:
-            count_dropped()
+        if words[number_at + at] == number:  # else it is overwritten
+            words[end_at + at] = ended
 
     return begin, end
 
 
 def create() -> Journal:
-    """The journal of this process: in shared memory, else in the folder for temporary files, else in memory that nobody
-    else can read. Those of processes that are dead, and of this user, are removed from there."""
+    """The journal of this process: in shared memory, else in the folder for temporary files where that is in memory, else
+    in memory that nobody else can read. Those of processes that are dead, and of this user, are removed from there."""
     for folder in ("/dev/shm", tempfile.gettempdir()):
         path = os.path.join(folder, f"{PREFIX}{os.getpid()}-{_process_start('self')}.journal")
         try:
             remove_stale(folder)
-            # The ranks' own shared memory, of data workers and of NCCL, is in this file system too.
+            # The ranks' own shared memory, of data workers and of NCCL, is in this file system too; in a container it
+            # has 64 MiB by default.
             room = os.statvfs(folder)
-            if room.f_bavail * room.f_frsize < 64 * size():
+            if not _is_in_memory(folder) or room.f_bavail * room.f_frsize < 16 * size():
                 continue
+            with suppress(FileNotFoundError):
+                os.unlink(path)  # of this very process, before it called `exec`
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError:
             continue
         try:
             os.posix_fallocate(file, 0, size())  # now: to write where there is no room would kill the process later
-            return Journal(mmap.mmap(file, size()), path)
+            journal = Journal(mmap.mmap(file, size()), path)
+            atexit.register(journal.remove)
+            return journal
         except OSError:
             os.unlink(path)
         finally:
             os.close(file)
     _logger.info("No file can be shared: what a rank was doing when it was killed can't be known.")
     return Journal(mmap.mmap(-1, size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _is_in_memory(folder: str) -> bool:
+    """Whether what is written there costs no disk's time: a training thread that writes to a page which is on its way
+    to a disk may have to wait."""
+    path = os.path.realpath(folder)
+    with open("/proc/self/mounts") as file:
+        mounts = [line.split()[1:3] for line in file]
+    around = [mount for mount in mounts if os.path.commonpath((path, mount[0])) == mount[0]]
+    return max(around, key=lambda mount: len(mount[0]), default=["", ""])[1] == "tmpfs"
 
 
 def remove_stale(folder: str) -> None:
@@ -369,8 +436,3 @@ def read(data: bytes) -> Contents:
 
 def _slots(data: bytes, at: int, number: int) -> Iterator[Slot]:
     return map(Slot._make, _SLOT.iter_unpack(data[at : at + number * SLOT_BYTES]))
-
-
-def what(kind: int, thread: int = 0, flags: int = 0) -> int:
-    """The beginning of a slot as one number."""
-    return kind | flags << 16 | thread << 32

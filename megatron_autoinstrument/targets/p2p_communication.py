@@ -194,7 +194,7 @@ def _parallel_state(what: str) -> Any:
 def _link(record: Record, source: _Source) -> None:
     if source.span is None:
         return
-    record.link = source.span
+    RECORDER.link(record, source.span)
     if not source.recorded:
         record.attributes = {**(record.attributes or {}), SENDER_RECORDED: False}
 

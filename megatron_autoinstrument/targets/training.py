@@ -110,6 +110,8 @@ def _train_step(original: Function, groups: frozenset[str]) -> Hook:
         _follow(traces)
         latest, rewinds = run.latest
         number = finished + 1
+        if RECORDER.journal is not None:
+            RECORDER.journal.step(number)
         run.latest = (number, rewinds + (number <= latest))
         trace = traces.of_step(*run.latest)
         return RECORDER.begin(

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from megatron_autoinstrument import spans
+from megatron_autoinstrument.recording import record
 from megatron_autoinstrument.spans import FREQUENT, LIVE, SILENT
 from megatron_autoinstrument.traces import Traces
 
@@ -18,8 +19,9 @@ class Clocks:
 
     def __init__(self, monkeypatch, draw=None):
         self.monotonic, self.shift, self.draw = 5 * HOUR, 1000 * HOUR, draw
-        monkeypatch.setattr(spans, "monotonic_ns", self.monotonic_ns)
-        monkeypatch.setattr(spans, "time_ns", self.time_ns)
+        for module in (spans, record):
+            monkeypatch.setattr(module, "monotonic_ns", self.monotonic_ns)
+        monkeypatch.setattr(record, "time_ns", self.time_ns)
 
     def tick(self):
         self.monotonic += self.draw.randrange(1, MS) if self.draw else MS
@@ -50,10 +52,10 @@ def grow(recorder, draw, depth):
             thread.start()
             thread.join()
             continue
-        record = recorder.begin(name, kind)
+        call = recorder.begin(name, kind)
         if depth < 4:
             grow(recorder, draw, depth + 1)
-        recorder.end(record, ValueError("bad") if draw.random() < 0.1 else None)
+        recorder.end(call, ValueError("bad") if draw.random() < 0.1 else None)
         if draw.random() < 0.2:
             recorder.drain()  # also while what is around runs
 

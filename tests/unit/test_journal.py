@@ -11,14 +11,22 @@ from pathlib import Path
 import pytest
 
 from megatron_autoinstrument.recording import journal
-from megatron_autoinstrument.recording.journal import ERROR, HEADER, NO_PARENT, NONE, RING_SLOTS, SLOT, Journal, Kind
+from megatron_autoinstrument.recording.journal import (
+    ERROR,
+    HEADER,
+    NO_TRACE,
+    NONE,
+    OTHER,
+    RING_SLOTS,
+    SLOT,
+    Journal,
+    Kind,
+)
 
 DOC = (Path(__file__).parents[2] / "docs" / "journal.md").read_text()
-TRACE, SPAN, PARENT = b"trace-of-a-step!", b"span-id.", b"parent.."
-LAYER, RECEIVE = (
-    Kind("megatron.layer.forward"),
-    Kind("megatron.p2p.recv_forward", "dl.microbatch_id", None, (("x", True),)),
-)
+TRACE, SPAN, PARENT = b"trace-of-a-step!", 2**64 - 7, 5
+LAYER = ("megatron.layer.forward", None)
+RECEIVE = ("megatron.p2p.recv_forward", {"dl.microbatch_id": 3, "x": True, "text": "of somebody's", "big": 1 << 70})
 
 
 @pytest.fixture
@@ -31,71 +39,73 @@ def contents(book):
 
 
 def test_what_is_written_is_read_back(book):
-    what = journal.what(book.kind(RECEIVE), thread=7, flags=ERROR)
-    number = book.begin(what, TRACE, SPAN, PARENT, 5, b"l" * 24, 3)
+    number = book.begin(*RECEIVE, 1, 5, TRACE, SPAN, PARENT, thread=2**40 + 7)
     assert contents(book).slots[0].end == 0
-    book.end(number)
+    book.link(number, b"l" * 16, 9)
+    book.fail(number)
+    book.end(number, 2)
     book.describe(2, 4, 1, "run-7")
     book.step(17)
     header, kinds, (slot,) = contents(book)
     assert (header["rank"], header["world_size"], header["run"], header["run_id"]) == (2, 4, 1, "run-7")
     assert (header["iteration"], header["pid"], header["written"]) == (17, os.getpid(), 1)
-    assert header["wall_clock"] > header["monotonic"] > slot.end > slot.begin > 0
-    assert kinds[slot.kind] == RECEIVE
-    assert slot._replace(begin=1, end=2) == (0, ERROR, 7, 1, 2, 5, TRACE, SPAN, PARENT, b"l" * 24, 3, NONE, 1)
-    assert book.read(number) == slot
+    assert header["wall_clock"] > header["monotonic"] > 0
+    assert kinds[slot.kind] == Kind("megatron.p2p.recv_forward", "dl.microbatch_id", None, (("x", True),))
+    assert slot == (1, ERROR, 7, 1, 2, 5, TRACE, SPAN, PARENT, b"l" * 16, 9, 3, NONE, 1)
+
+
+def test_a_call_of_which_little_is_known_is_written_too(book):
+    book.end(book.begin(*LAYER, 1, 5, None, 0, 0), 2)
+    assert contents(book).slots == [(1, 0, 0, 1, 2, 5, NO_TRACE, 0, 0, NO_TRACE, 0, NONE, NONE, 1)]
 
 
 def test_a_kind_is_written_once_and_there_are_not_too_many(book):
-    assert [book.kind(LAYER), book.kind(RECEIVE), book.kind(LAYER)] == [0, 1, 0]
+    layer, receive = Kind("a"), Kind("b", "c", None, (("d", False),))
+    assert [book.kind(layer), book.kind(receive), book.kind(layer)] == [1, 2, 1]
     big = Kind("x" * (journal.KINDS_BYTES - 200))
-    assert book.kind(big) == 2
-    with pytest.raises(ValueError, match="no place in the journal"):
-        book.kind(Kind("y" * 200))
-    assert contents(book).kinds == [LAYER, RECEIVE, big]
+    assert book.kind(big) == 3
+    assert book.kind(Kind("y" * 200)) == 0
+    assert contents(book).kinds == [OTHER, layer, receive, big]
+    book.begin("z" * 200, None, 1, 5, TRACE, SPAN, PARENT)
+    assert contents(book).slots[0].kind == 0
 
 
-def test_the_ring_keeps_the_latest_and_counts_what_is_overwritten(book):
-    what = journal.what(book.kind(LAYER))
-    open_one = book.begin(what, TRACE, SPAN, NO_PARENT, 0)
-    assert list(book.take()) == [open_one]
-    for _ in range(RING_SLOTS + 9):
-        book.end(book.begin(what, TRACE, SPAN, PARENT, 0))
-    taken = list(book.take())
-    assert taken == list(range(open_one + 10, open_one + 10 + RING_SLOTS))
-    assert book.dropped == 9
-    assert [slot.number for slot in contents(book).slots] == taken
-    book.end(open_one)  # its slot is another's by now
-    assert book.dropped == 10
-    assert book.read(open_one).number > open_one
-    assert all(slot.end for slot in contents(book).slots)
+def test_the_ring_keeps_the_latest(book):
+    open_one = book.begin(*LAYER, 1, 5, TRACE, SPAN, 0)
+    for at in range(RING_SLOTS + 9):
+        book.end(book.begin(*LAYER, at + 2, 5, TRACE, SPAN, PARENT), at + 3)
+    for write in (book.fail, lambda number: book.end(number, 1), lambda number: book.link(number, TRACE, 1)):
+        write(open_one)  # its slot is another's by now
+    slots = contents(book).slots
+    assert [slot.number for slot in slots] == list(range(open_one + 10, open_one + 10 + RING_SLOTS))
+    assert all(slot.end > slot.begin and not slot.flags and not slot.link_span_id for slot in slots)
 
 
-def test_what_may_run_long_is_never_overwritten(book):
-    what = journal.what(book.kind(LAYER))
-    run = book.keep(what, TRACE, SPAN, NO_PARENT, 0)
+def test_what_may_run_long_is_never_overwritten_and_goes_to_the_ring_when_it_ends(book):
+    run = book.keep(*LAYER, 1, 5, TRACE, SPAN, 0)
     for _ in range(RING_SLOTS * 2):
-        book.begin(what, TRACE, b"another.", SPAN, 0)
+        book.begin(*LAYER, 2, 5, TRACE, 1, SPAN)
     first = contents(book).slots[0]
     assert (first.span_id, first.end) == (SPAN, 0)
-    book.end_kept(run)
-    assert book.read(run).end > 0
-    book.free(run)
-    assert SPAN not in [slot.span_id for slot in contents(book).slots]
-    places = [book.keep(what, TRACE, SPAN, NO_PARENT, 0) for _ in range(journal.KEPT_SLOTS + 1)]
+    book.fail(run)
+    book.end_kept(run, 7)
+    slots = contents(book).slots
+    assert slots[0] == first._replace(end=7, flags=ERROR, number=RING_SLOTS * 2 + 1)
+    assert len(slots) == RING_SLOTS
+    book.fail(run)  # nobody's place now
+    places = [book.keep(*LAYER, 1, 5, TRACE, SPAN, 0) for _ in range(journal.KEPT_SLOTS + 1)]
     assert len(set(places)) == len(places)
     assert places[-1] == 0
-    assert book.dropped == 1
+    book.end_kept(places[0], 9)
+    assert book.keep(*LAYER, 1, 5, TRACE, SPAN, 0) == places[0]
 
 
 def test_threads_write_at_once(book):
-    what = journal.what(book.kind(LAYER))
-
     def write(name):
         for _ in range(1000):
-            book.end(book.begin(what, TRACE, name, NO_PARENT, 0))
+            book.end(book.begin(*LAYER, 1, 5, TRACE, name, 0), 2)
 
-    threads = [threading.Thread(target=write, args=(bytes([number]) * 8,)) for number in range(1, 5)]
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -103,18 +113,17 @@ def test_threads_write_at_once(book):
     slots = contents(book).slots
     assert sorted(slot.number for slot in slots) == list(range(1, 4001))
     assert all(slot.end >= slot.begin for slot in slots)
-    assert len([slot for slot in slots if slot.span_id == b"\1" * 8]) == 1000
+    assert len([slot for slot in slots if slot.span_id == 1]) == 1000
 
 
 KILLED = """
 import os, signal
 from megatron_autoinstrument.recording.journal import *
 book = create()
-run, layer = what(book.kind(Kind("megatron.pretrain"))), what(book.kind(Kind("megatron.layer.forward")))
-book.keep(run, b"t" * 16, b"run-span", NO_PARENT, 10**9)
+book.keep("megatron.pretrain", None, 1, 10**9, b"t" * 16, 7, 0)
 for _ in range(3):
-    book.end(book.begin(layer, b"t" * 16, b"closed..", b"run-span", 10**9))
-book.begin(layer, b"t" * 16, b"open....", b"run-span", 10**9)
+    book.end(book.begin("megatron.layer.forward", None, 2, 10**9, b"t" * 16, 8, 7), 5)
+book.begin("megatron.layer.forward", None, 6, 10**9, b"t" * 16, 9, 7)
 print(book.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -136,10 +145,9 @@ def test_the_script_of_the_documentation_reads_the_journal_of_a_process_that_was
     assert done.returncode == 0, done.stderr
     found = [line.split() for line in done.stdout.splitlines()]
     run, *layers, last = found
-    assert run[1:] == ["open", "megatron.pretrain", b"run-span".hex(), "00" * 8]
-    assert [layer[2:] for layer in layers] == [["megatron.layer.forward", b"closed..".hex(), b"run-span".hex()]] * 3
-    assert all(int(layer[1]) >= 0 for layer in layers)
-    assert last[1:] == ["open", "megatron.layer.forward", b"open....".hex(), b"run-span".hex()]
+    assert run == ["1000000001", "open", "megatron.pretrain", f"{7:016x}", f"{0:016x}"]
+    assert layers == [["1000000002", "3", "megatron.layer.forward", f"{8:016x}", f"{7:016x}"]] * 3
+    assert last == ["1000000006", "open", "megatron.layer.forward", f"{9:016x}", f"{7:016x}"]
     assert stat.S_IMODE(killed.stat().st_mode) == 0o600
     assert len(killed.read_bytes()) == journal.size()
 
@@ -173,12 +181,20 @@ def test_where_no_file_can_be_it_is_in_memory_alone(monkeypatch, caplog):
         book = journal.create()
     assert book.path is None
     assert "No file can be shared" in caplog.text
-    book.end(book.begin(journal.what(book.kind(LAYER)), TRACE, SPAN, PARENT, 0))
+    book.end(book.begin(*LAYER, 1, 5, TRACE, SPAN, PARENT), 2)
     assert len(contents(book).slots) == 1
     left = [
         name for folder in ("/dev/shm", "/tmp") for name in os.listdir(folder) if f"instrument-{os.getpid()}-" in name
     ]
     assert left == []
+
+
+def test_a_folder_on_a_disk_is_none_of_those(monkeypatch):
+    """There a write may wait for the disk."""
+    assert not journal._is_in_memory("/proc/self")
+    assert journal._is_in_memory("/dev/shm")
+    monkeypatch.setattr(journal, "_is_in_memory", lambda folder: False)
+    assert journal.create().path is None
 
 
 @pytest.mark.parametrize("data", [b"", b"MGTRNJNL", bytes(journal.size()), b"MGTRNJNL\2\0\0\0" + bytes(journal.size())])
