@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
 from megatron_autoinstrument import encode
-from megatron_autoinstrument.exporting import exporter_of
+from megatron_autoinstrument.exporting import Tally, exporter_of
 from megatron_autoinstrument.finite import finite
 from megatron_autoinstrument.ids import PrivateIdGenerator
 from megatron_autoinstrument.private_random import random_span_id
@@ -49,19 +49,19 @@ class HashedOnce(Resource):
 class Direct:
     """Makes the spans of one tracer."""
 
-    def __init__(self, tracer: Any, ours: type, is_closed: Callable[[], bool], count: Callable[[int], None]) -> None:
+    def __init__(self, tracer: Any, ours: type, is_closed: Callable[[], bool], ended: Tally) -> None:
         """
         Args:
             tracer: The tracer.
             ours: The class of this package's own processor.
             is_closed: Whether the tracer's provider was shut down.
-            count: Told how many spans were handed on beside that processor.
+            ended: Counts the spans that were handed on, as that processor does.
         """
         self._tracer = tracer
         self._ours = ours
         self._processors = {BatchSpanProcessor, SimpleSpanProcessor, ours}
         self._is_closed = is_closed
-        self._count = count
+        self._ended = ended
         self._takers: tuple[Callable[[Any], None], ...] = ()  # the queues that take a record in place of a span
         self._seen: Any = None  # the processors that there were at the last look
         self.possible = False
@@ -174,7 +174,7 @@ class Direct:
         return type(span) is Live and end is not None and span.finish(end, attributes)
 
     def hand_on(self, record: Record) -> bool:
-        """Hands on what ended without error. False where the tracer has to.
+        """Hands on what ended without error. False where the tracer has to. One thread at a time may call it.
 
         Raises:
             RuntimeError: the provider of a span that was finished was shut down.
@@ -182,9 +182,12 @@ class Direct:
         span: Any = record.span
         if span is not None:
             return type(span) is Live and span.ended is not None and span.made_of[0]._hand_on_finished(record, span)
-        if record.trace is None or not self._is_possible():
-            return False
         try:
+            if record.trace is None or not self.possible:
+                return False
+            if self._tracer.span_processor._span_processors is not self._seen:  # one has come since the last look
+                self.look()
+                return self.hand_on(record)
             attributes = record.attributes
             if attributes:
                 record.attributes = attributes = finite(attributes)
@@ -219,7 +222,7 @@ class Direct:
             record.handed_by = self
             for take in takers:
                 take(record)
-            self._count(1)
+            self._ended.of_one += 1
         else:
             self._tracer.span_processor.on_end(self.readable(record))
             record.handed_by = self

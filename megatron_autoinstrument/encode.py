@@ -138,8 +138,7 @@ def encode(span: ReadableSpan) -> bytes:
     if links:
         parts += map(_link, links)
     parts += (_STATUS[status.status_code], flags)
-    body = b"".join(parts)
-    return b"".join((_SPAN, _varint(len(body)), body))
+    return _framed(parts)
 
 
 def _add_attributes(parts: list[bytes], attributes: Mapping[str, Any]) -> None:
@@ -147,7 +146,30 @@ def _add_attributes(parts: list[bytes], attributes: Mapping[str, Any]) -> None:
         parts.append(_float(key, value) if type(value) is float else _attribute(key, value))
 
 
+_LENGTHS = [_varint(length) for length in range(1024)]
+
+
+def _framed(parts: list[bytes]) -> bytes:
+    """A span of these fields, in its field of ScopeSpans."""
+    length = sum(map(len, parts))
+    return b"".join((_SPAN, _LENGTHS[length] if length < 1024 else _varint(length), *parts))
+
+
 _ENDED_WELL, _ENDED_WELL_REMOTE = (_STATUS[StatusCode.UNSET] + flags for flags in (_LOCAL, _REMOTE))
+
+
+class _Named(dict[str, tuple[bytes, bytes]]):
+    """By the name of a span that has neither attributes nor links: what its bytes begin with, and its name's."""
+
+    def __missing__(self, name: str) -> tuple[bytes, bytes]:
+        named = _name(name)
+        length = len(_child(b"", b"", b"", 0, b"", 0)) + len(named) + len(_times(b"", 0, b"", 0)) + len(_ENDED_WELL)
+        if len(self) < 1024:
+            self[name] = _SPAN + _varint(length), named
+        return _SPAN + _varint(length), named
+
+
+_named = _Named()
 
 
 def encode_record(record: Record) -> bytes:
@@ -157,32 +179,31 @@ def encode_record(record: Record) -> bytes:
         Unusual: it has what is left to the exporter's own encoder.
     """
     live: Any = record.span
-    trace, offset, attributes, ending = record.trace, record.offset, record.attributes, _ENDED_WELL
+    trace, offset, attributes, link = record.trace, record.offset, record.attributes, record.link
+    prefix, name = _named[record.name]
+    # `ended` is known: it was handed on since.
+    times = _times(_START, record.begun + offset, _END, record.ended + offset)  # type: ignore[operator]
     if live is None:
         ids = _child(_TRACE_ID, trace, _SPAN_ID, record.span_id, _PARENT_ID, record.parent.span_id)  # type: ignore[union-attr]
+        if not attributes and link is None:
+            return b"".join((prefix, ids, name, times, _ENDED_WELL))
+        parts = [ids, name, times, _ENDED_WELL]
+        if type(link) is tuple:
+            parts.append(_link_to(link[0][0], span_id(link), True))
+        elif link is not None:
+            parts.append(_link(Link(linked(link))))
     else:
         _, _, _, parent, _, _, links = live.made_of
         if parent is None:
-            ids = _root(_TRACE_ID, trace, _SPAN_ID, record.span_id)
+            parts = [_root(_TRACE_ID, trace, _SPAN_ID, record.span_id), name, times, _ENDED_WELL]
         else:
             ids = _child(_TRACE_ID, trace, _SPAN_ID, record.span_id, _PARENT_ID, parent.span_id)
-            if parent.is_remote:
-                ending = _ENDED_WELL_REMOTE
-    # `ended` is known: it was handed on since.
-    times = _times(_START, record.begun + offset, _END, record.ended + offset)  # type: ignore[operator]
-    parts = [ids, _name(record.name), times]
+            parts = [ids, name, times, _ENDED_WELL_REMOTE if parent.is_remote else _ENDED_WELL]
+        if links:
+            parts += map(_link, links)
     if attributes:
         _add_attributes(parts, attributes)
-    if live is not None:
-        parts += map(_link, links)
-    elif (link := record.link) is not None:
-        if type(link) is tuple:
-            parts.append(_link_to(link[0][0], span_id(link), True))
-        else:
-            parts.append(_link(Link(linked(link))))
-    parts.append(ending)
-    body = b"".join(parts)
-    return b"".join((_SPAN, _varint(len(body)), body))
+    return _framed(parts)
 
 
 def _request(of_sdk: _Encoder, kind: Any, spans: Sequence[Any]) -> Any:

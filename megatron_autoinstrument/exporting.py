@@ -27,6 +27,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._of_thread: dict[int, int] = {}
+        self.of_one = 0
+        """What one thread at a time adds, which is cheaper."""
 
     def add(self, number: int) -> None:
         thread = get_ident()
@@ -34,7 +36,7 @@ class Tally:
 
     @property
     def total(self) -> int:
-        return sum(list(self._of_thread.values()))
+        return self.of_one + sum(list(self._of_thread.values()))
 
 
 class Export(logging.Filter):

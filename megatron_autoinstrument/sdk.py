@@ -79,7 +79,7 @@ class Connection:
         self._hand_on: Callable[[], bool] = lambda: True
         self._watch: _Watch | None = None
         self._ended = exporting.Tally()
-        self.direct = _direct(self.tracer, lambda: self.closed, self._ended.add)
+        self.direct = _direct(self.tracer, lambda: self.closed, self._ended)
         self._exports = {
             name: exporting.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()
         }
@@ -687,7 +687,7 @@ _SIGNALS = {
 }
 
 
-def _direct(tracer: Any, is_closed: Callable[[], bool], count: Callable[[int], None]) -> Any:
+def _direct(tracer: Any, is_closed: Callable[[], bool], ended: exporting.Tally) -> Any:
     """The shorter way for its spans, where this SDK has what that is made of."""
     try:
         from megatron_autoinstrument.direct import Direct
@@ -700,7 +700,7 @@ def _direct(tracer: Any, is_closed: Callable[[], bool], count: Callable[[int], N
             pass
 
         return SimpleNamespace(possible=False, look=never, start=never, finish=never, hand_on=never)
-    return Direct(tracer, _Watch, is_closed, count)
+    return Direct(tracer, _Watch, is_closed, ended)
 
 
 def _ask(provider: Any, what: str) -> None:

@@ -32,7 +32,7 @@ from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
 from megatron_autoinstrument.private_random import random_span_id
 from megatron_autoinstrument.recording.journal import Journal
 from megatron_autoinstrument.recording.journal import create as create_journal
-from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked, open_record
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.traces import Identity, Traces, span_id
@@ -142,7 +142,7 @@ class Recorder:
             return None
         elif (thread := get_ident()) != self._training_thread:
             return self._begin_elsewhere(thread, name, kind, attributes)
-        record = Record(name, kind, parent, attributes)
+        record = open_record(name, kind, parent, attributes)
         if identity is not None:
             record.identity = identity
             record.root = root
@@ -168,9 +168,9 @@ class Recorder:
             return None
         records = [first]
         for name in names[1:]:
-            other = self._keep(Record(name, FREQUENT, first.parent, attributes, owned=False))
+            other = open_record(name, FREQUENT, first.parent, attributes, owned=False)
             other.begun, other.offset = first.begun, first.offset
-            records.append(other)
+            records.append(self._keep(other))
         return records
 
     def end(
@@ -237,7 +237,7 @@ class Recorder:
         if parent is not None and parent.name == name:
             return None
         kind = SILENT if kind is SILENT else FREQUENT
-        record = self._elsewhere[thread] = Record(name, kind, parent, attributes, owned=False)
+        record = self._elsewhere[thread] = open_record(name, kind, parent, attributes, owned=False)
         return record if kind is SILENT else self._keep(record)
 
     def _end_elsewhere(self, record: Record) -> None:
@@ -264,16 +264,8 @@ class Recorder:
         if record.trace is not None:
             record.span_id = random_span_id() if record.identity is None else span_id(record.identity)
         if (journal := self.journal) is not None:
-            record.slot = journal.begin(
-                record.name,
-                record.attributes,
-                record.begun,
-                record.offset,
-                record.trace,
-                record.span_id,
-                parent_id,
-                0 if record.owned else get_ident(),
-            )
+            of_another = not record.owned and (thread := get_ident()) != self._training_thread
+            record.slot = journal.begin(record, parent_id, thread if of_another else 0)
 
     # ------------------------------------------------------------------------------------------ coarse calls
 
@@ -294,7 +286,7 @@ class Recorder:
         self.run_number = self.run_number + 1 if run is None else run
         self.traces = None
         self._training_thread = get_ident()
-        self.current = Record(name, kind, None, None)
+        self.current = open_record(name, kind, None, None)
         self._deferred = self.current if kind is LIVE else None
         self._ready = False
         return self.current
@@ -468,8 +460,7 @@ class Recorder:
         else:
             record.trace = None
         if (journal := self.journal) is not None:
-            ids = (record.trace, record.span_id, parent_id)
-            record.slot = journal.keep(record.name, record.attributes, record.begun, record.offset, *ids)
+            record.slot = journal.keep(record, parent_id)
         record.token = context_api.attach(trace.set_span_in_context(span))
 
     def _place(self, record: Record) -> _Place:
@@ -560,7 +551,7 @@ class Recorder:
 
     def begin_background(self, name: str, parent: Record | None, attributes: dict[str, Any], link: Record) -> Record:
         """Opens a record of work that goes on while training does. It is no one's parent."""
-        record = Record(name, FREQUENT, parent, attributes, owned=False)
+        record = open_record(name, FREQUENT, parent, attributes, owned=False)
         self._identify(record)
         if (context := link.nearest_context) is not None:
             record.link = context
@@ -709,20 +700,23 @@ class Recorder:
 
     def _hand_over(self, record: Record) -> None:
         """Makes a span of what is over, or counts what is lost."""
+        connection = self._connection
         try:
             if record.ended is None:
                 self.dropped += 1
                 record.kind = SILENT
-            else:
-                self._emit(record)
+            elif connection is None or connection.closed:
+                self.dropped += 1
+            elif record.error is not None or not connection.direct.hand_on(record):
+                self._emit(record, record.ended + record.offset)
         except Exception:
             self.dropped += 1  # a processor or sampler of somebody's
             record.kind = SILENT  # what is inside belongs to what is around
             _logger.debug("A span could not be handed on", exc_info=True)
-        self._handed += 1
-        if self._handed % _FLUSH_EVERY == 0 and self._connection is not None:
+        self._handed = handed = self._handed + 1
+        if handed % _FLUSH_EVERY == 0 and connection is not None:
             try:
-                self._connection.flush_spans()
+                connection.flush_spans()
             except Exception:
                 _logger.debug("Spans could not be flushed", exc_info=True)
 
@@ -739,14 +733,8 @@ class Recorder:
                 at = at.parent
         return True
 
-    def _emit(self, record: Record) -> None:
-        if self._connection is None or self._connection.closed:
-            self.dropped += 1
-            return
-        if record.error is None and self._connection.direct.hand_on(record):
-            return
-        end = record.end
-        assert end is not None
+    def _emit(self, record: Record, end: int) -> None:
+        """By the tracer."""
         span = record.span or self._start(record)
         if record.attributes:
             span.set_attributes(finite(record.attributes))

@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import count
 from struct import Struct
 from time import monotonic_ns, time_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megatron_autoinstrument.redact import get_logger
 
@@ -42,7 +42,6 @@ HEADER = {
     "pid": "Q",
     "process_start": "Q",
     "kinds_bytes": "Q",
-    "written": "Q",
     "iteration": "q",
     "monotonic": "q",
     "wall_clock": "q",
@@ -58,17 +57,15 @@ SLOT = {
     "trace_id": "16s",
     "span_id": "Q",
     "parent_id": "Q",
-    "link_trace_id": "16s",
-    "link_span_id": "Q",
     "first": "q",
     "second": "q",
     "number": "Q",
+    "link_trace_id": "16s",
+    "link_span_id": "Q",
 }
-NONE = -(2**63)
-"""Stands in `first` or `second` where the call has no such number."""
-NO_TRACE, NO_SPAN = bytes(16), 0
-ERROR = 1
-"""The flag of a call that raised."""
+NO_TRACE = bytes(16)
+ERROR, LINKED = 1, 2
+"""Flags: the call raised; it is linked to another."""
 
 HEADER_BYTES, KINDS_BYTES = 4096, 12 * 1024
 KEPT_SLOTS, RING_SLOTS = 64, 8192  # the ring's number is a power of two: 900 kB in all
@@ -86,7 +83,10 @@ _HEADER, _SLOT = (Struct("<" + "".join(fields.values())) for fields in (HEADER, 
 _AT, _IN_SLOT = _offsets(HEADER), _offsets(SLOT)
 SLOT_BYTES = _SLOT.size
 # What a call begins with: kind, flags and thread are one number, which is worked out once.
-_BEGIN = Struct("<Q" + "".join(list(SLOT.values())[3:]))
+_BEGIN = Struct("<Qqqq16sQQqqQ")
+_BEGIN_PLAIN = Struct("<Qqqq16sQQ16xQ")  # of a call that has no numbers
+# Calls that are being written may be so many: as many threads do so at once.
+AT_ONCE = 16
 
 
 class Slot(NamedTuple):
@@ -101,11 +101,26 @@ class Slot(NamedTuple):
     trace_id: bytes
     span_id: int
     parent_id: int
-    link_trace_id: bytes
-    link_span_id: int
     first: int
     second: int
     number: int
+    link_trace_id: bytes
+    link_span_id: int
+
+
+class Call(Protocol):
+    """What the journal asks of a call."""
+
+    name: str
+    attributes: Mapping[str, Any] | None
+    begun: int
+    """When, by the monotonic clock."""
+    offset: int
+    """From there to the wall clock, in ns."""
+    trace: bytes | None
+    """16 bytes; None: not known."""
+    span_id: int
+    """0: not known."""
 
 
 class Kind(NamedTuple):
@@ -139,22 +154,17 @@ class Journal:
         self._kinds: dict[Kind, int] = {}
         self._kept = list(range(KEPT_SLOTS))  # those that are free
         header = [MAGIC, VERSION, SLOT_BYTES, HEADER_BYTES, _KEPT_AT, _RING_AT, KEPT_SLOTS, RING_SLOTS, 0, 1, 0]
-        header += [os.getpid(), _process_start("self"), 0, 0, 0, monotonic_ns(), time_ns(), b""]
+        header += [os.getpid(), _process_start("self"), 0, 0, monotonic_ns(), time_ns(), b""]
         _HEADER.pack_into(memory, 0, *header)
         self.kind(OTHER)
         self._numbers = count(1)  # several threads draw from it
         self.begin, self.end = _ring(memory, self._words, self._numbers, self.kind)
 
-    begin: Callable[..., int]
+    begin: Callable[[Call, int, int], int]
     """Writes that a call begins, and returns its number.
 
     Args:
-        name: Of its span.
-        attributes: Of it, so far as they are known: numbers and truths of them are written.
-        begun: When, by the monotonic clock.
-        offset: From there to the wall clock, in ns.
-        trace_id: 16 bytes; None: not known.
-        span_id: 0: not known.
+        call: The call. Numbers and truths of its attributes are written.
         parent_id: 0: it is nobody's child.
         thread: 0: the training thread.
     """
@@ -186,16 +196,7 @@ class Journal:
         at = _AT["iteration"] // 8
         self._words[at], self._words[at + 1], self._words[at + 2] = iteration, monotonic_ns(), time_ns()
 
-    def keep(
-        self,
-        name: str,
-        attributes: Mapping[str, Any] | None,
-        begun: int,
-        offset: int,
-        trace_id: bytes | None,
-        span_id: int,
-        parent_id: int,
-    ) -> int:
+    def keep(self, call: Call, parent_id: int) -> int:
         """Like `begin`, for a call that may run long: it has its place until it ends.
 
         Returns:
@@ -205,21 +206,20 @@ class Journal:
             index = self._kept.pop()
         except IndexError:
             return 0
-        what, first, second = _shape(name, attributes or {}, self.kind)
-        ids = (trace_id or NO_TRACE, span_id, parent_id, NO_TRACE, NO_SPAN)
-        _BEGIN.pack_into(self._memory, _at(-1 - index), what, begun, 0, offset, *ids, first, second, index + 1)
+        what, first, second = _shape(call.name, call.attributes or {}, self.kind)
+        ids = (call.trace or NO_TRACE, call.span_id, parent_id)
+        times = (call.begun, 0, call.offset)
+        _BEGIN.pack_into(self._memory, _at(-1 - index), what, *times, *ids, first, second, index + 1)
         return -1 - index
 
     def end_kept(self, number: int, ended: int) -> None:
         """Like `end`, for a call that `keep` has given its number: it goes to the ring, and its place is free."""
         at, number_at = _at(number), _IN_SLOT["number"]
-        slot = bytearray(self._memory[at : at + SLOT_BYTES])
-        Struct("<q").pack_into(slot, _IN_SLOT["end"], ended)
+        self._words[(at + _IN_SLOT["end"]) // 8] = ended
         following = next(self._numbers)
-        Struct("<Q").pack_into(slot, number_at, following)
-        self._words[_AT["written"] // 8] = following
         ring_at = _at(following)
-        self._memory[ring_at : ring_at + SLOT_BYTES] = bytes(slot)
+        self._memory[ring_at : ring_at + number_at] = self._memory[at : at + number_at]
+        self._words[(ring_at + number_at) // 8] = following
         self._words[(at + number_at) // 8] = 0
         self._kept.append(-1 - number)
 
@@ -227,11 +227,15 @@ class Journal:
         """Writes what the call of that number is linked to."""
         if self._has(number):
             Struct("<16sQ").pack_into(self._memory, _at(number) + _IN_SLOT["link_trace_id"], trace_id, span_id)
+            self._flag(number, LINKED)
 
     def fail(self, number: int) -> None:
         """Writes that the call of that number has raised."""
         if self._has(number):
-            Struct("<H").pack_into(self._memory, _at(number) + _IN_SLOT["flags"], ERROR)
+            self._flag(number, ERROR)
+
+    def _flag(self, number: int, flag: int) -> None:
+        self._memory[_at(number) + _IN_SLOT["flags"]] |= flag
 
     def _has(self, number: int) -> bool:
         """Whether the place of the call of that number is its own still."""
@@ -283,7 +287,7 @@ def _shape(name: str, attributes: Mapping[str, Any], number_of: Callable[[Kind],
         elif type(value) is int and len(numbers) < 2 and -_MOST < value < _MOST:
             labels.append(key)
             numbers.append(value)
-    first, second = (*numbers, NONE, NONE)[:2]
+    first, second = (*numbers, 0, 0)[:2]
     return number_of(Kind(name, *labels, *(None,) * (2 - len(labels)), tuple(constant))), first, second
 
 
@@ -292,54 +296,31 @@ _MOST = 1 << 63
 
 def _ring(
     memory: mmap.mmap, words: memoryview, numbers: Iterator[int], kind: Callable[[Kind], int]
-) -> tuple[Callable[..., int], Callable[[int, int], None]]:
+) -> tuple[Callable[[Call, int, int], int], Callable[[int, int], None]]:
     """The hot path: functions that find all they need in their closures."""
-    pack_into, start, slot, mask, plain = _BEGIN.pack_into, _RING_AT, SLOT_BYTES, RING_SLOTS - 1, _Plain(kind)
-    written_at = _AT["written"] // 8
-    end_at, number_at = ((_RING_AT + _IN_SLOT[name]) // 8 for name in ("end", "number"))
-    slot_words = SLOT_BYTES // 8
+    pack_into, pack_plain_into, plain = _BEGIN.pack_into, _BEGIN_PLAIN.pack_into, _Plain(kind)
+    start, slot, mask, most = _RING_AT, SLOT_BYTES, RING_SLOTS - 1, RING_SLOTS - AT_ONCE
+    end_at, slot_words = (_RING_AT + _IN_SLOT["end"]) // 8, SLOT_BYTES // 8
+    latest = 0
 
-    def begin(
-        name: str,
-        attributes: Mapping[str, Any] | None,
-        begun: int,
-        offset: int,
-        trace_id: bytes | None,
-        span_id: int,
-        parent_id: int,
-        thread: int = 0,
-    ) -> int:
-        first = second = NONE
-        if attributes:
-            what, first, second = _shape(name, attributes, kind)
-        else:
-            what = plain[name]
-        if thread:
+    def begin(call: Call, parent_id: int, thread: int) -> int:
+        nonlocal latest
+        latest = number = next(numbers)
+        at = start + (number & mask) * slot
+        attributes, trace = call.attributes, call.trace or NO_TRACE
+        if attributes or thread:
+            what, first, second = _shape(call.name, attributes or {}, kind)
             what |= (thread & 0xFFFF_FFFF) << 32
-        number = next(numbers)
-        words[written_at] = number  # before the slot: a reader then knows that what stood there is on its way out
-        pack_into(
-            memory,
-            start + (number & mask) * slot,
-            what,
-            begun,
-            0,
-            offset,
-            trace_id or NO_TRACE,
-            span_id,
-            parent_id,
-            NO_TRACE,
-            NO_SPAN,
-            first,
-            second,
-            number,
-        )
+            ids = (trace, call.span_id, parent_id)
+            pack_into(memory, at, what, call.begun, 0, call.offset, *ids, first, second, number)
+        else:
+            what = plain[call.name]
+            pack_plain_into(memory, at, what, call.begun, 0, call.offset, trace, call.span_id, parent_id, number)
         return number
 
     def end(number: int, ended: int) -> None:
-        at = (number & mask) * slot_words
-        if words[number_at + at] == number:  # else it is overwritten
-            words[end_at + at] = ended
+        if latest - number < most:  # else it is overwritten
+            words[end_at + (number & mask) * slot_words] = ended
 
     return begin, end
 
@@ -430,7 +411,9 @@ def read(data: bytes) -> Contents:
         Kind(name, first, second, tuple(constant.items())) for name, first, second, constant in map(json.loads, lines)
     ]
     kept = [slot for slot in _slots(data, _KEPT_AT, KEPT_SLOTS) if slot.number]
-    ring = [slot for slot in _slots(data, _RING_AT, RING_SLOTS) if slot.number > max(0, header["written"] - RING_SLOTS)]
+    ring = list(_slots(data, _RING_AT, RING_SLOTS))
+    oldest = max(0, max(slot.number for slot in ring) - RING_SLOTS + AT_ONCE)  # what is older may be half overwritten
+    ring = [slot for slot in ring if slot.number > oldest]
     return Contents(header, kinds, sorted(kept + ring, key=lambda slot: slot.begin))
 
 

@@ -6,16 +6,18 @@ import stat
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
 
 from megatron_autoinstrument.recording import journal
 from megatron_autoinstrument.recording.journal import (
+    AT_ONCE,
     ERROR,
     HEADER,
+    LINKED,
     NO_TRACE,
-    NONE,
     OTHER,
     RING_SLOTS,
     SLOT,
@@ -25,7 +27,13 @@ from megatron_autoinstrument.recording.journal import (
 
 DOC = (Path(__file__).parents[2] / "docs" / "journal.md").read_text()
 TRACE, SPAN, PARENT = b"trace-of-a-step!", 2**64 - 7, 5
-LAYER = ("megatron.layer.forward", None)
+
+
+
+def call(name="megatron.layer.forward", attributes=None, begun=1, offset=5, trace=TRACE, span_id=SPAN):
+    return types.SimpleNamespace(**locals())
+
+
 RECEIVE = ("megatron.p2p.recv_forward", {"dl.microbatch_id": 3, "x": True, "text": "of somebody's", "big": 1 << 70})
 
 
@@ -39,7 +47,7 @@ def contents(book):
 
 
 def test_what_is_written_is_read_back(book):
-    number = book.begin(*RECEIVE, 1, 5, TRACE, SPAN, PARENT, thread=2**40 + 7)
+    number = book.begin(call(*RECEIVE), PARENT, 2**40 + 7)
     assert contents(book).slots[0].end == 0
     book.link(number, b"l" * 16, 9)
     book.fail(number)
@@ -48,15 +56,15 @@ def test_what_is_written_is_read_back(book):
     book.step(17)
     header, kinds, (slot,) = contents(book)
     assert (header["rank"], header["world_size"], header["run"], header["run_id"]) == (2, 4, 1, "run-7")
-    assert (header["iteration"], header["pid"], header["written"]) == (17, os.getpid(), 1)
+    assert (header["iteration"], header["pid"]) == (17, os.getpid())
     assert header["wall_clock"] > header["monotonic"] > 0
     assert kinds[slot.kind] == Kind("megatron.p2p.recv_forward", "dl.microbatch_id", None, (("x", True),))
-    assert slot == (1, ERROR, 7, 1, 2, 5, TRACE, SPAN, PARENT, b"l" * 16, 9, 3, NONE, 1)
+    assert slot == (1, ERROR | LINKED, 7, 1, 2, 5, TRACE, SPAN, PARENT, 3, 0, 1, b"l" * 16, 9)
 
 
 def test_a_call_of_which_little_is_known_is_written_too(book):
-    book.end(book.begin(*LAYER, 1, 5, None, 0, 0), 2)
-    assert contents(book).slots == [(1, 0, 0, 1, 2, 5, NO_TRACE, 0, 0, NO_TRACE, 0, NONE, NONE, 1)]
+    book.end(book.begin(call(trace=None, span_id=0), 0, 0), 2)
+    assert contents(book).slots == [(1, 0, 0, 1, 2, 5, NO_TRACE, 0, 0, 0, 0, 1, NO_TRACE, 0)]
 
 
 def test_a_kind_is_written_once_and_there_are_not_too_many(book):
@@ -66,44 +74,53 @@ def test_a_kind_is_written_once_and_there_are_not_too_many(book):
     assert book.kind(big) == 3
     assert book.kind(Kind("y" * 200)) == 0
     assert contents(book).kinds == [OTHER, layer, receive, big]
-    book.begin("z" * 200, None, 1, 5, TRACE, SPAN, PARENT)
+    book.begin(call("z" * 200), PARENT, 0)
     assert contents(book).slots[0].kind == 0
 
 
 def test_the_ring_keeps_the_latest(book):
-    open_one = book.begin(*LAYER, 1, 5, TRACE, SPAN, 0)
+    open_one = book.begin(call(), 0, 0)
     for at in range(RING_SLOTS + 9):
-        book.end(book.begin(*LAYER, at + 2, 5, TRACE, SPAN, PARENT), at + 3)
+        book.end(book.begin(call(begun=at + 2), PARENT, 0), at + 3)
     for write in (book.fail, lambda number: book.end(number, 1), lambda number: book.link(number, TRACE, 1)):
         write(open_one)  # its slot is another's by now
     slots = contents(book).slots
-    assert [slot.number for slot in slots] == list(range(open_one + 10, open_one + 10 + RING_SLOTS))
-    assert all(slot.end > slot.begin and not slot.flags and not slot.link_span_id for slot in slots)
+    oldest = open_one + 10 + AT_ONCE  # those before may be half overwritten by as many threads
+    assert [slot.number for slot in slots] == list(range(oldest, open_one + 10 + RING_SLOTS))
+    assert all(slot.end > slot.begin and not slot.flags for slot in slots)
+
+
+def test_a_link_is_the_calls_that_was_given_it(book):
+    book.link(book.begin(call(), PARENT, 0), b"l" * 16, 9)
+    for _ in range(RING_SLOTS):
+        number = book.begin(call(), PARENT, 0)
+    assert book._has(number)
+    assert not [slot for slot in contents(book).slots if slot.flags & LINKED]
 
 
 def test_what_may_run_long_is_never_overwritten_and_goes_to_the_ring_when_it_ends(book):
-    run = book.keep(*LAYER, 1, 5, TRACE, SPAN, 0)
+    run = book.keep(call(*RECEIVE), 0)
     for _ in range(RING_SLOTS * 2):
-        book.begin(*LAYER, 2, 5, TRACE, 1, SPAN)
+        book.begin(call(begun=2, span_id=1), SPAN, 0)
     first = contents(book).slots[0]
-    assert (first.span_id, first.end) == (SPAN, 0)
+    assert (first.span_id, first.end, first.first) == (SPAN, 0, 3)
     book.fail(run)
     book.end_kept(run, 7)
     slots = contents(book).slots
     assert slots[0] == first._replace(end=7, flags=ERROR, number=RING_SLOTS * 2 + 1)
-    assert len(slots) == RING_SLOTS
+    assert len(slots) == RING_SLOTS - AT_ONCE
     book.fail(run)  # nobody's place now
-    places = [book.keep(*LAYER, 1, 5, TRACE, SPAN, 0) for _ in range(journal.KEPT_SLOTS + 1)]
+    places = [book.keep(call(), 0) for _ in range(journal.KEPT_SLOTS + 1)]
     assert len(set(places)) == len(places)
     assert places[-1] == 0
     book.end_kept(places[0], 9)
-    assert book.keep(*LAYER, 1, 5, TRACE, SPAN, 0) == places[0]
+    assert book.keep(call(), 0) == places[0]
 
 
 def test_threads_write_at_once(book):
     def write(name):
         for _ in range(1000):
-            book.end(book.begin(*LAYER, 1, 5, TRACE, name, 0), 2)
+            book.end(book.begin(call(span_id=name), 0, 0), 2)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(1, 5)]
     for thread in threads:
@@ -118,12 +135,15 @@ def test_threads_write_at_once(book):
 
 KILLED = """
 import os, signal
+from types import SimpleNamespace
 from megatron_autoinstrument.recording.journal import *
 book = create()
-book.keep("megatron.pretrain", None, 1, 10**9, b"t" * 16, 7, 0)
+def call(name, begun, span_id):
+    return SimpleNamespace(name=name, attributes=None, begun=begun, offset=10**9, trace=b"t" * 16, span_id=span_id)
+book.keep(call("megatron.pretrain", 1, 7), 0)
 for _ in range(3):
-    book.end(book.begin("megatron.layer.forward", None, 2, 10**9, b"t" * 16, 8, 7), 5)
-book.begin("megatron.layer.forward", None, 6, 10**9, b"t" * 16, 9, 7)
+    book.end(book.begin(call("megatron.layer.forward", 2, 8), 7, 0), 5)
+book.begin(call("megatron.layer.forward", 6, 9), 7, 0)
 print(book.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -181,7 +201,7 @@ def test_where_no_file_can_be_it_is_in_memory_alone(monkeypatch, caplog):
         book = journal.create()
     assert book.path is None
     assert "No file can be shared" in caplog.text
-    book.end(book.begin(*LAYER, 1, 5, TRACE, SPAN, PARENT), 2)
+    book.end(book.begin(call(), PARENT, 0), 2)
     assert len(contents(book).slots) == 1
     left = [
         name for folder in ("/dev/shm", "/tmp") for name in os.listdir(folder) if f"instrument-{os.getpid()}-" in name
