@@ -158,7 +158,7 @@ class Sent:
 
     spans = 0
 
-    def Export(self, request, **more):  # noqa: N802
+    def Export(self, request, **more):
         Sent.spans += sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
         request.SerializeToString()
         return trace_service_pb2.ExportTraceServiceResponse()

@@ -82,7 +82,9 @@ class Direct:
         """Where only batch processors that export by OTLP would see a span: what they take one by."""
         processors = [one for one in self._seen if type(one) is not self._ours]
         as_it_is = BatchSpanProcessor.on_end.__module__.startswith("opentelemetry.")
-        if as_it_is and all(type(one) is BatchSpanProcessor and encode.encodes_for(exporter_of(one)) for one in processors):
+        if as_it_is and all(
+            type(one) is BatchSpanProcessor and encode.encodes_for(exporter_of(one)) for one in processors
+        ):
             return tuple(one.on_end for one in processors)
         return ()
 

@@ -22,7 +22,6 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from megatron_autoinstrument import patching
 from megatron_autoinstrument.recording.record import Record, linked
 from megatron_autoinstrument.redact import get_logger
-from megatron_autoinstrument.traces import span_id
 from megatron_autoinstrument.version import __version__
 
 _logger = get_logger(__name__)
@@ -188,10 +187,9 @@ def encode_record(record: Record) -> bytes:
         if not attributes and link is None:
             return b"".join((prefix, ids, name, times, _ENDED_WELL))
         parts = [ids, name, times, _ENDED_WELL]
-        if type(link) is tuple:
-            parts.append(_link_to(link[0][0], span_id(link), True))
-        elif link is not None:
-            parts.append(_link(Link(linked(link))))
+        if link is not None:
+            to = linked(link)
+            parts.append(_link_to(to.trace_id, to.span_id, to.is_remote))
     else:
         _, _, _, parent, _, _, links = live.made_of
         if parent is None:
@@ -211,7 +209,7 @@ def _request(of_sdk: _Encoder, kind: Any, spans: Sequence[Any]) -> Any:
     groups: list[tuple[Any, Any, list[bytes]]] = []
     others: list[ReadableSpan] = []
     latest: Any = None
-    add: Callable[[bytes], None] = bytes  # replaced before it is called
+    add: Callable[[bytes], None] = [].append  # replaced before it is called
     for span in spans:
         try:
             if type(span) is Record:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import BuiltinMethodType, MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.recording.record import Record
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.semconv import ASYNC
-from megatron_autoinstrument.spans import RECORDER, Record
+from megatron_autoinstrument.spans import RECORDER
 
 _logger = get_logger(__name__)
 

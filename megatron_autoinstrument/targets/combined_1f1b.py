@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.recording.record import Record
 from megatron_autoinstrument.semconv import COMBINED_MICROBATCHES
-from megatron_autoinstrument.spans import RECORDER, Record
+from megatron_autoinstrument.spans import RECORDER
 from megatron_autoinstrument.targets import schedules
 
 

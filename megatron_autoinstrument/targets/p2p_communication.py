@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from megatron_autoinstrument import ranks
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.recording.record import FREQUENT, Record
 from megatron_autoinstrument.semconv import COMBINED, OVERLAPPED, SENDER_RECORDED
-from megatron_autoinstrument.spans import FREQUENT, RECORDER, Record
+from megatron_autoinstrument.spans import RECORDER
 from megatron_autoinstrument.targets import schedules
 from megatron_autoinstrument.traces import Identity
 

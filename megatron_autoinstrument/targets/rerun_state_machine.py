@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.spans import Record, span
+from megatron_autoinstrument.recording.record import Record
+from megatron_autoinstrument.spans import span
 
 
 def _next(original: Function, groups: frozenset[str]) -> Hook:

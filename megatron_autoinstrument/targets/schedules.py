@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron_autoinstrument import torch_state
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, Record
 from megatron_autoinstrument.semconv import FORWARD_ONLY
-from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER, Record, kind_of
+from megatron_autoinstrument.spans import RECORDER, kind_of
 from megatron_autoinstrument.traces import Identity, Key
 
 _MODULE = "megatron.core.pipeline_parallel.schedules"

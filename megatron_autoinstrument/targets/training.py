@@ -9,8 +9,9 @@ from typing import Any
 from megatron_autoinstrument import metrics
 from megatron_autoinstrument.groups import GROUPS, METRICS
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.recording.record import LIVE, Record
 from megatron_autoinstrument.semconv import GRAD_NORM_FINITE, LOSS_FINITE
-from megatron_autoinstrument.spans import LIVE, RECORDER, RUN_GROUPS, Record, kind_of, span
+from megatron_autoinstrument.spans import RECORDER, RUN_GROUPS, kind_of, span
 from megatron_autoinstrument.targets import global_vars, schedules
 from megatron_autoinstrument.traces import Traces
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from megatron_autoinstrument import torch_state
 from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.recording.record import FREQUENT, Record
 from megatron_autoinstrument.semconv import RECOMPUTED
-from megatron_autoinstrument.spans import FREQUENT, RECORDER, Record
+from megatron_autoinstrument.spans import RECORDER
 
 _TRANSFORMER = "megatron.core.transformer"
 _MODULE = f"{_TRANSFORMER}.transformer_layer"

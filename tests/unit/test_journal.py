@@ -29,7 +29,6 @@ DOC = (Path(__file__).parents[2] / "docs" / "journal.md").read_text()
 TRACE, SPAN, PARENT = b"trace-of-a-step!", 2**64 - 7, 5
 
 
-
 def call(name="megatron.layer.forward", attributes=None, begun=1, offset=5, trace=TRACE, span_id=SPAN):
     return types.SimpleNamespace(**locals())
 

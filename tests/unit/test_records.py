@@ -27,7 +27,7 @@ class Sent:
     def __init__(self):
         self.requests = []
 
-    def Export(self, request, **more):  # noqa: N802
+    def Export(self, request, **more):
         # As gRPC does.
         self.requests.append(trace_service_pb2.ExportTraceServiceRequest.FromString(request.SerializeToString()))
         return trace_service_pb2.ExportTraceServiceResponse()
@@ -195,7 +195,9 @@ def theirs(provider, sent):
         "an export of its own": lambda: wrap("export"),
         "a translation of its own": lambda: wrap("_translate_data"),
         "an encoder of its own": wrap_module,
-        "an on_end of its own": lambda: setattr(processor, "on_end", lambda span: BatchSpanProcessor.on_end(processor, span)),
+        "an on_end of its own": lambda: setattr(
+            processor, "on_end", lambda span: BatchSpanProcessor.on_end(processor, span)
+        ),
     }
 
 
@@ -272,7 +274,7 @@ def test_a_trace_with_a_state_keeps_it(provider, sent, taken):
 
 def test_records_are_counted_as_spans_are(provider, sent, caplog):
     recorder = connected(provider)
-    step = recorder.begin("megatron.train_step", LIVE, {}, ((TRACE, 0, "step"), 0), TRACE)
+    recorder.begin("megatron.train_step", LIVE, {}, ((TRACE, 0, "step"), 0), TRACE)
     for _ in range(10):
         recorder.end(recorder.begin("inside", FREQUENT))
     recorder.drain()
