@@ -189,6 +189,8 @@ def encode_record(record: Record) -> bytes:
         parts = [ids, name, times, _ENDED_WELL]
         if link is not None:
             to = linked(link)
+            if to.trace_state:
+                raise Unusual
             parts.append(_link_to(to.trace_id, to.span_id, to.is_remote))
     else:
         _, _, _, parent, _, _, links = live.made_of
@@ -209,7 +211,7 @@ def _request(of_sdk: _Encoder, kind: Any, spans: Sequence[Any]) -> Any:
     groups: list[tuple[Any, Any, list[bytes]]] = []
     others: list[ReadableSpan] = []
     latest: Any = None
-    add: Callable[[bytes], None] = [].append  # replaced before it is called
+    add: Callable[[bytes], None] = list[bytes]().append  # replaced before it is called
     for span in spans:
         try:
             if type(span) is Record:

@@ -288,7 +288,8 @@ def _shape(name: str, attributes: Mapping[str, Any], number_of: Callable[[Kind],
             labels.append(key)
             numbers.append(value)
     first, second = (*numbers, 0, 0)[:2]
-    return number_of(Kind(name, *labels, *(None,) * (2 - len(labels)), tuple(constant))), first, second
+    first_label, second_label = (*labels, None, None)[:2]
+    return number_of(Kind(name, first_label, second_label, tuple(constant))), first, second
 
 
 _MOST = 1 << 63
@@ -326,8 +327,9 @@ def _ring(
 
 
 def create() -> Journal:
-    """The journal of this process: in shared memory, else in the folder for temporary files where that is in memory, else
-    in memory that nobody else can read. Those of processes that are dead, and of this user, are removed from there."""
+    """The journal of this process: in shared memory, else in the folder for temporary files where that is in memory
+    too, else in memory that nobody else can read. Those of processes that are dead, and of this user, are removed from
+    there."""
     for folder in ("/dev/shm", tempfile.gettempdir()):
         path = os.path.join(folder, f"{PREFIX}{os.getpid()}-{_process_start('self')}.journal")
         try:
