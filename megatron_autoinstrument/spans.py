@@ -298,6 +298,8 @@ class Recorder:
         for record in [*self._unfinished, *self._waiting]:
             if record.ended is None:
                 record.ended = now
+        if self.journal is not None:
+            self.journal.end_all(now)
         self._elsewhere.clear()
         self.muted = 0
         self._muted_by = None
@@ -437,8 +439,10 @@ class Recorder:
         context: context_api.Context | None = None
         span: trace.Span | None = None
         current = trace.get_current_span().get_span_context()
+        direct = False
         if current is place.parent:
             span = self._connection.direct.start(current, None, *described)
+            direct = span is not None
         elif place.opens_step:
             context = trace.set_span_in_context(trace.INVALID_SPAN)
             span = self._connection.direct.start(None, place.trace, *described)
@@ -455,10 +459,10 @@ class Recorder:
                 return
         record.span = span
         parent_id, made = record.span_id, span.get_span_context()
-        if made.trace_flags.sampled and not made.trace_state:
-            record.trace, record.span_id = made.trace_id.to_bytes(16, "big"), made.span_id
-        else:
-            record.trace = None
+        record.span_id = made.span_id
+        if not direct or record.trace is None:  # else it is in the trace of what is around
+            known = made.trace_flags.sampled and not made.trace_state
+            record.trace = made.trace_id.to_bytes(16, "big") if known else None
         if (journal := self.journal) is not None:
             record.slot = journal.keep(record, parent_id)
         record.token = context_api.attach(trace.set_span_in_context(span))

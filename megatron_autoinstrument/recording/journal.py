@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
@@ -68,7 +69,7 @@ ERROR, LINKED = 1, 2
 """Flags: the call raised; it is linked to another."""
 
 HEADER_BYTES, KINDS_BYTES = 4096, 12 * 1024
-KEPT_SLOTS, RING_SLOTS = 64, 8192  # the ring's number is a power of two: 900 kB in all
+KEPT_SLOTS, RING_SLOTS = 128, 8192  # the ring's number is a power of two: 900 kB in all
 
 PREFIX = "megatron-autoinstrument-"
 _NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)\.journal")
@@ -152,13 +153,13 @@ class Journal:
         self._memory = memory
         self._words = memoryview(memory).cast("q")
         self._kinds: dict[Kind, int] = {}
-        self._kept = list(range(KEPT_SLOTS))  # those that are free
+        self._free = deque(range(KEPT_SLOTS))  # kept slots, the one that ended first before the others
+        self._shapes = _Shapes(self.kind)
         header = [MAGIC, VERSION, SLOT_BYTES, HEADER_BYTES, _KEPT_AT, _RING_AT, KEPT_SLOTS, RING_SLOTS, 0, 1, 0]
         header += [os.getpid(), _process_start("self"), 0, 0, monotonic_ns(), time_ns(), b""]
         _HEADER.pack_into(memory, 0, *header)
         self.kind(OTHER)
-        self._numbers = count(1)  # several threads draw from it
-        self.begin, self.end = _ring(memory, self._words, self._numbers, self.kind)
+        self.begin, self.end = _ring(memory, self._words, count(1), self._shapes)  # several threads draw from it
 
     begin: Callable[[Call, int, int], int]
     """Writes that a call begins, and returns its number.
@@ -197,31 +198,34 @@ class Journal:
         self._words[at], self._words[at + 1], self._words[at + 2] = iteration, monotonic_ns(), time_ns()
 
     def keep(self, call: Call, parent_id: int) -> int:
-        """Like `begin`, for a call that may run long: it has its place until it ends.
+        """Like `begin`, for a call that may run long: nothing takes its place while it runs.
 
         Returns:
             A negative number, or 0 where there is no place.
         """
         try:
-            index = self._kept.pop()
+            index = self._free.popleft()
         except IndexError:
             return 0
-        what, first, second = _shape(call.name, call.attributes or {}, self.kind)
+        what, first, second = self._shapes.of(call.name, call.attributes)
         ids = (call.trace or NO_TRACE, call.span_id, parent_id)
-        times = (call.begun, 0, call.offset)
-        _BEGIN.pack_into(self._memory, _at(-1 - index), what, *times, *ids, first, second, index + 1)
+        at = _KEPT_AT + index * SLOT_BYTES
+        _BEGIN.pack_into(self._memory, at, what, call.begun, 0, call.offset, *ids, first, second, index + 1)
         return -1 - index
 
     def end_kept(self, number: int, ended: int) -> None:
-        """Like `end`, for a call that `keep` has given its number: it goes to the ring, and its place is free."""
-        at, number_at = _at(number), _IN_SLOT["number"]
-        self._words[(at + _IN_SLOT["end"]) // 8] = ended
-        following = next(self._numbers)
-        ring_at = _at(following)
-        self._memory[ring_at : ring_at + number_at] = self._memory[at : at + number_at]
-        self._words[(ring_at + number_at) // 8] = following
-        self._words[(at + number_at) // 8] = 0
-        self._kept.append(-1 - number)
+        """Like `end`, for a call that `keep` has given its number. It can be read until its place is needed."""
+        index = -1 - number
+        self._words[(_KEPT_AT + index * SLOT_BYTES + _IN_SLOT["end"]) // 8] = ended
+        self._free.append(index)
+
+    def end_all(self, ended: int) -> None:
+        """Ends what a run has left open that was aborted at any point."""
+        for number in (*range(-KEPT_SLOTS, 0), *range(RING_SLOTS)):
+            at = _at(number) // 8
+            if self._words[at + _IN_SLOT["number"] // 8] and not self._words[at + _IN_SLOT["end"] // 8]:
+                self._words[at + _IN_SLOT["end"] // 8] = ended
+        self._free = deque(range(KEPT_SLOTS))
 
     def link(self, number: int, trace_id: bytes, span_id: int) -> None:
         """Writes what the call of that number is linked to."""
@@ -265,41 +269,47 @@ def _at(number: int) -> int:
     return _RING_AT + (number & (RING_SLOTS - 1)) * SLOT_BYTES
 
 
-class _Plain(dict[str, int]):
-    """By the name of a call without attributes: how its slot begins."""
+class _Shapes:
+    """Of calls by their name and attributes: how a slot begins, and the call's two numbers."""
 
-    def __init__(self, kind: Callable[[Kind], int]) -> None:
-        self._kind = kind
+    def __init__(self, number_of: Callable[[Kind], int]) -> None:
+        self._number_of = number_of
+        self._known: dict[tuple[str, ...], tuple[int, str | None, str | None]] = {}
 
-    def __missing__(self, name: str) -> int:
-        self[name] = self._kind(Kind(name))
-        return self[name]
+    def of(self, name: str, attributes: Mapping[str, Any] | None) -> tuple[int, int, int]:
+        """The number of its kind, and its numbers; 0 where it has none."""
+        shape = (name, *attributes) if attributes else (name,)
+        known = self._known.get(shape)
+        if known is None:
+            known = self._known[shape] = self._kind(name, attributes or {})
+        number, first, second = known
+        if attributes is None or first is None:
+            return number, 0, 0
+        return number, _number(attributes[first]), 0 if second is None else _number(attributes[second])
+
+    def _kind(self, name: str, attributes: Mapping[str, Any]) -> tuple[int, str | None, str | None]:
+        first, second = (*(key for key, value in attributes.items() if _is_number(value)), None, None)[:2]
+        constant = tuple((key, value) for key, value in attributes.items() if type(value) is bool)
+        return self._number_of(Kind(name, first, second, constant)), first, second
 
 
-def _shape(name: str, attributes: Mapping[str, Any], number_of: Callable[[Kind], int]) -> tuple[int, int, int]:
-    """The kind of a call with these attributes, and its two numbers."""
-    labels: list[str] = []
-    numbers: list[int] = []
-    constant: list[tuple[str, bool]] = []
-    for key, value in attributes.items():
-        if type(value) is bool:
-            constant.append((key, value))
-        elif type(value) is int and len(numbers) < 2 and -_MOST < value < _MOST:
-            labels.append(key)
-            numbers.append(value)
-    first, second = (*numbers, 0, 0)[:2]
-    first_label, second_label = (*labels, None, None)[:2]
-    return number_of(Kind(name, first_label, second_label, tuple(constant))), first, second
+def _is_number(value: Any) -> bool:
+    return type(value) is int and -_MOST < value < _MOST
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int and -_MOST < value < _MOST else 0
 
 
 _MOST = 1 << 63
 
 
 def _ring(
-    memory: mmap.mmap, words: memoryview, numbers: Iterator[int], kind: Callable[[Kind], int]
+    memory: mmap.mmap, words: memoryview, numbers: Iterator[int], shapes: _Shapes
 ) -> tuple[Callable[[Call, int, int], int], Callable[[int, int], None]]:
     """The hot path: functions that find all they need in their closures."""
-    pack_into, pack_plain_into, plain = _BEGIN.pack_into, _BEGIN_PLAIN.pack_into, _Plain(kind)
+    pack_into, pack_plain_into, shape_of = _BEGIN.pack_into, _BEGIN_PLAIN.pack_into, shapes.of
+    plain: dict[str, int] = {}  # of calls without attributes
     start, slot, mask, most = _RING_AT, SLOT_BYTES, RING_SLOTS - 1, RING_SLOTS - AT_ONCE
     end_at, slot_words = (_RING_AT + _IN_SLOT["end"]) // 8, SLOT_BYTES // 8
     latest = 0
@@ -308,15 +318,15 @@ def _ring(
         nonlocal latest
         latest = number = next(numbers)
         at = start + (number & mask) * slot
-        attributes, trace = call.attributes, call.trace or NO_TRACE
-        if attributes or thread:
-            what, first, second = _shape(call.name, attributes or {}, kind)
+        name, trace, span_id = call.name, call.trace or NO_TRACE, call.span_id
+        if call.attributes or thread or name not in plain:
+            what, first, second = shape_of(name, call.attributes)
+            if not call.attributes:
+                plain[name] = what
             what |= (thread & 0xFFFF_FFFF) << 32
-            ids = (trace, call.span_id, parent_id)
-            pack_into(memory, at, what, call.begun, 0, call.offset, *ids, first, second, number)
+            pack_into(memory, at, what, call.begun, 0, call.offset, trace, span_id, parent_id, first, second, number)
         else:
-            what = plain[call.name]
-            pack_plain_into(memory, at, what, call.begun, 0, call.offset, trace, call.span_id, parent_id, number)
+            pack_plain_into(memory, at, plain[name], call.begun, 0, call.offset, trace, span_id, parent_id, number)
         return number
 
     def end(number: int, ended: int) -> None:

@@ -97,23 +97,40 @@ def test_a_link_is_the_calls_that_was_given_it(book):
     assert not [slot for slot in contents(book).slots if slot.flags & LINKED]
 
 
-def test_what_may_run_long_is_never_overwritten_and_goes_to_the_ring_when_it_ends(book):
+def test_what_may_run_long_is_not_overwritten_and_can_be_read_until_its_place_is_needed(book):
     run = book.keep(call(*RECEIVE), 0)
     for _ in range(RING_SLOTS * 2):
         book.begin(call(begun=2, span_id=1), SPAN, 0)
+    steps = [book.keep(call(), 0) for _ in range(journal.KEPT_SLOTS)]
+    assert len({run, *steps}) == len(steps) + 1
+    assert steps[-1] == 0
     first = contents(book).slots[0]
     assert (first.span_id, first.end, first.first) == (SPAN, 0, 3)
     book.fail(run)
     book.end_kept(run, 7)
+    assert contents(book).slots[0] == first._replace(end=7, flags=ERROR)
+    book.end_kept(steps[0], 9)
+    assert [book.keep(call(), 0), book.keep(call(), 0)] == [run, steps[0]]
+
+
+def test_what_a_run_has_left_open_is_over_when_the_next_begins(book):
+    for _ in range(journal.KEPT_SLOTS):
+        book.keep(call(), 0)
+    closed = book.begin(call(), 0, 0)
+    book.end(closed, 5)
+    book.begin(call(), 0, 0)
+    book.end_all(9)
     slots = contents(book).slots
-    assert slots[0] == first._replace(end=7, flags=ERROR, number=RING_SLOTS * 2 + 1)
-    assert len(slots) == RING_SLOTS - AT_ONCE
-    book.fail(run)  # nobody's place now
-    places = [book.keep(call(), 0) for _ in range(journal.KEPT_SLOTS + 1)]
-    assert len(set(places)) == len(places)
-    assert places[-1] == 0
-    book.end_kept(places[0], 9)
-    assert book.keep(call(), 0) == places[0]
+    assert len(slots) == journal.KEPT_SLOTS + 2
+    assert sorted({slot.end for slot in slots}) == [5, 9]
+    assert book.keep(call(), 0)
+
+
+def test_a_number_that_is_none_that_time_is_written_as_0(book):
+    for number in (1, True, 1 << 70, "1"):
+        book.begin(call("a", {"x": number}), 0, 0)
+    _, kinds, slots = contents(book)
+    assert [(kinds[slot.kind].first, slot.first) for slot in slots] == [("x", 1), ("x", 0), ("x", 0), ("x", 0)]
 
 
 def test_threads_write_at_once(book):
