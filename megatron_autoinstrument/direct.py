@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
 from megatron_autoinstrument import encode
-from megatron_autoinstrument.exporting import Tally, exporter_of
+from megatron_autoinstrument.exporting import Tally, exporter_of, inner_of, is_as_shipped, is_patched
 from megatron_autoinstrument.finite import finite
 from megatron_autoinstrument.ids import PrivateIdGenerator
 from megatron_autoinstrument.private_random import random_span_id
@@ -69,24 +69,28 @@ class Direct:
 
     def look(self) -> None:
         """Finds out whether spans may be made here: processors may be added, and a resource completed, at any time."""
-        possible = False
+        possible, takers = False, self._takers[:0]
         if type(self._tracer) is Tracer and not _given_up:
             try:
                 possible = self._may()
+                takers = self._queues() if possible else ()
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
-        self._takers = self._queues() if possible else ()
+                return
+        self._takers = takers
         self.possible = possible
 
     def _queues(self) -> tuple[Callable[[Any], None], ...]:
         """Where only batch processors that export by OTLP would see a span: what they take one by."""
         processors = [one for one in self._seen if type(one) is not self._ours]
-        as_it_is = BatchSpanProcessor.on_end.__module__.startswith("opentelemetry.")
-        if as_it_is and all(
-            type(one) is BatchSpanProcessor and encode.encodes_for(exporter_of(one)) for one in processors
-        ):
-            return tuple(one.on_end for one in processors)
-        return ()
+        for one in processors:
+            inner = inner_of(one)
+            takes = [BatchSpanProcessor.on_end] + ([type(inner).emit] if inner is not one else [])
+            if type(one) is not BatchSpanProcessor or not all(map(is_as_shipped, takes)):
+                return ()
+            if is_patched(one) or is_patched(inner) or not encode.encodes_for(exporter_of(one)):
+                return ()
+        return tuple(one.on_end for one in processors)
 
     def _give_up(self, error: Exception) -> None:
         """This SDK is another than those that are known: every span is the tracer's from here on, in this process."""
@@ -183,7 +187,11 @@ class Direct:
         """
         span: Any = record.span
         if span is not None:
-            return type(span) is Live and span.ended is not None and span.made_of[0]._hand_on_finished(record, span)
+            return (
+                type(span) is Live
+                and span.ended is not None
+                and (span.made_of[0]._hand_on_finished(record, span, self._ended))
+            )
         try:
             if record.trace is None or not self.possible:
                 return False
@@ -195,13 +203,13 @@ class Direct:
                 record.attributes = attributes = finite(attributes)
                 if not _is_plain(attributes):
                     return False
-            self._take(record)
+            self._take(record, self._ended)
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
             return False
         return True
 
-    def _hand_on_finished(self, record: Record, span: Live) -> bool:
+    def _hand_on_finished(self, record: Record, span: Live, count: Tally) -> bool:
         if self._is_closed():
             raise RuntimeError("The provider was shut down.")
         ended = span.ended
@@ -210,7 +218,7 @@ class Direct:
         if self._is_possible() and _is_plain(attributes):
             record.attributes = attributes
             try:
-                self._take(record)
+                self._take(record, count)
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
             else:
@@ -218,13 +226,20 @@ class Direct:
         self._tracer.span_processor.on_end(span.behind()._readable_span())
         return True
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: Record, count: Tally) -> None:
         takers = self._takers
-        if takers and (record.span is None or record.trace is not None):
+        if takers and record.trace is not None:
             record.handed_by = self
+            taken = 0
             for take in takers:
-                take(record)
-            self._ended.of_one += 1
+                try:
+                    take(record)
+                    taken += 1
+                except Exception as error:
+                    if not taken:
+                        raise
+                    self._give_up(error)  # the others have it: not once more
+            count.of_one += 1
         else:
             self._tracer.span_processor.on_end(self.readable(record))
             record.handed_by = self

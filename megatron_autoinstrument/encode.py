@@ -20,6 +20,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from megatron_autoinstrument import patching
+from megatron_autoinstrument.exporting import is_as_shipped, is_of_this_package
 from megatron_autoinstrument.recording.record import Record, linked
 from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.version import __version__
@@ -292,6 +293,7 @@ def _samples(resource: Any, scope: Any) -> list[ReadableSpan]:
 
 _EXPORTERS = tuple(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter" for protocol in ("grpc", "http"))
 _seen: set[str] = set()
+_encoders: dict[str, Callable[..., Any]] = {}  # put into their modules
 _encoding: set[str] = set()  # those whose exporters have spans encoded here
 
 
@@ -308,7 +310,7 @@ def install() -> None:
                 _give_up(module, reason)
 
 
-_OF_THE_CLASS = ("_export", "_translate_data", "export")
+_ASKED = ("export", "_export", "_translate_data")  # of an exporter
 
 
 def encodes_for(exporter: Any) -> bool:
@@ -318,16 +320,17 @@ def encodes_for(exporter: Any) -> bool:
     if kind.__module__ not in _encoding or kind.__name__ != "OTLPSpanExporter":
         return False
     own = vars(exporter)
-    return hasattr(getattr(sys.modules[kind.__module__], "encode_spans", None), "of_this_package") and all(
-        getattr(own.get(name), "of_this_package", name not in own)
-        and getattr(getattr(kind, name, None), "__module__", "opentelemetry.").startswith("opentelemetry.")
-        for name in _OF_THE_CLASS
+    return (
+        getattr(sys.modules[kind.__module__], "encode_spans", None) is _encoders.get(kind.__module__)
+        and all(is_as_shipped(getattr(kind, name)) for name in _ASKED if hasattr(kind, name))
+        and own.keys().isdisjoint(_ASKED[1:])
+        and ("export" not in own or is_of_this_package(own["export"]))
     )
 
 
 def _replace(module: Any) -> None:
     of_sdk = module.encode_spans
-    if not of_sdk.__module__.startswith("opentelemetry."):
+    if not is_as_shipped(of_sdk):
         raise Unusual("its encoder is somebody's own")
     samples = _samples(Resource({"sample": True}, "https://example.com"), InstrumentationScope(SCOPE, __version__))
     expected = of_sdk(samples)
@@ -345,8 +348,7 @@ def _replace(module: Any) -> None:
                 _give_up(module, reason)
         return of_sdk(list(map(readable, sdk_spans)))  # records may be waiting in a queue
 
-    encode_spans.of_this_package = True  # type: ignore[attr-defined]
-    module.encode_spans = encode_spans
+    module.encode_spans = _encoders[module.__name__] = encode_spans
 
 
 def _give_up(module: Any, reason: Exception) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from types import FunctionType
 from typing import Any
 
 from megatron_autoinstrument.recording.record import Record
@@ -20,6 +21,23 @@ _logger = get_logger(__name__)
 _SAID_ONCE = " (Told once: training goes on.)"
 _SAID_ONCE_OF_SPANS = " (Told once: training goes on, and spans that are lost are counted and reported at the end.)"
 _at_work = threading.local()  # .export: the Export that this thread is busy with
+
+
+def is_as_shipped(function: Any) -> bool:
+    """Whether it is a function of OpenTelemetry's as it is in its file: a wrapper may have its name and module."""
+    return (
+        type(function) is FunctionType
+        and function.__module__.startswith("opentelemetry.")
+        and not hasattr(function, "__wrapped__")
+        and function.__code__.co_filename == getattr(sys.modules.get(function.__module__), "__file__", None)
+    )
+
+
+def is_of_this_package(export: Any) -> bool:
+    """Whether this package has put it there in place of an exporter's `export`, with nothing of somebody's behind."""
+    if type(export) is Export:
+        return export.of_this_package
+    return type(export) is FunctionType and not hasattr(export, "__wrapped__") and hasattr(export, "of_this_package")
 
 
 class Tally:
@@ -71,7 +89,7 @@ class Export(logging.Filter):
         self._said: set[str] = set()
         self._said_once = _SAID_ONCE_OF_SPANS if signal == "traces" else _SAID_ONCE
         # What they log is logged under their modules' names.
-        classes = [kind for part in (exporter, holder, _inner(holder)) for kind in type(part).__mro__]
+        classes = [kind for part in (exporter, holder, inner_of(holder)) for kind in type(part).__mro__]
         modules = {kind.__module__ for kind in classes}
         self._loggers = [
             logging.getLogger(name) for name in modules if name.partition(".")[0] not in sys.stdlib_module_names
@@ -83,7 +101,7 @@ class Export(logging.Filter):
     @property
     def of_this_package(self) -> bool:
         """Whether nothing of somebody's stands behind it."""
-        return self._own is None or hasattr(self._own, "of_this_package")
+        return self._own is None or is_of_this_package(self._own)
 
     def release(self) -> None:
         """Puts the exporter's own `export` back."""
@@ -199,7 +217,7 @@ def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
         if not type(holder).__module__.startswith("opentelemetry.sdk."):
             continue
         try:
-            inner, exporter = _inner(holder), exporter_of(holder)
+            inner, exporter = inner_of(holder), exporter_of(holder)
             if exporter is None:
                 continue
             queue = getattr(inner, "_queue", getattr(inner, "queue", None))
@@ -222,12 +240,17 @@ def holders(provider: Any) -> list[Any] | None:
     return None
 
 
+def is_patched(thing: Any) -> bool:
+    """Whether it has something of its own in the place of what its class has."""
+    return any(hasattr(type(thing), name) for name in vars(thing))
+
+
 def exporter_of(holder: Any) -> Any | None:
     """The exporter that a processor or reader of the SDK's exports with."""
-    inner = _inner(holder)
+    inner = inner_of(holder)
     return getattr(inner, "_exporter", None) or getattr(inner, "span_exporter", None)
 
 
-def _inner(holder: Any) -> Any:
+def inner_of(holder: Any) -> Any:
     """The part that has queue and exporter: from SDK 1.34 on, batch processors are made of one."""
     return getattr(holder, "_batch_processor", holder)

@@ -76,6 +76,8 @@ class Connection:
         self.exit_timeout_s = _OURS_EXIT_TIMEOUT_S if all(map(_is_ours, providers.values())) else _THEIRS_EXIT_TIMEOUT_S
         self.others = " and ".join(name for name in providers if name != TRACES)
         self._generator = ids.private_generator(self.tracer)
+        self.chooses_ids = self._generator is not None
+        """Whether a span can be given the id that it is to have."""
         self._hand_on: Callable[[], bool] = lambda: True
         self._watch: _Watch | None = None
         self._ended = exporting.Tally()

@@ -153,7 +153,8 @@ class Recorder:
         elif kind is FREQUENT:
             self._keep(record)
         elif root is not None:
-            record.trace = None  # what is inside belongs to another trace than what is around, and has no parent
+            # What is inside belongs to another trace than what is around, and has no parent.
+            record.trace, record.span_id = None, 0
         self.current = record
         if root is not None and not self._keeps(record, root):
             self.mute(True)
@@ -255,14 +256,18 @@ class Recorder:
         return record
 
     def _drop(self, record: Record) -> None:
+        """Counts a record that gives no span: what is inside belongs to what is around."""
         self.dropped += 1
-        record.kind = SILENT  # what is inside belongs to what is around
+        record.kind = SILENT
+        record.span_id = record.parent.span_id if record.parent is not None else 0
 
     def _identify(self, record: Record) -> None:
         """Gives a record that opens its ids and its place in the journal."""
         parent_id = record.span_id
         if record.trace is not None:
             record.span_id = random_span_id() if record.identity is None else span_id(record.identity)
+        else:
+            record.span_id = 0
         if (journal := self.journal) is not None:
             of_another = not record.owned and (thread := get_ident()) != self._training_thread
             record.slot = journal.begin(record, parent_id, thread if of_another else 0)
@@ -418,7 +423,8 @@ class Recorder:
             self._connection = connect()
             self._connection.watch(self._drain_for_others)
             if self.journal is None:
-                self.journal = create_journal()
+                with suppress(Exception):  # to record without one is better than not to
+                    self.journal = create_journal()
         if self.traces is None and self._connection is not None:
             self.traces = self._plan(self._connection, self.run_number)
         if self._thread is None:
@@ -454,7 +460,7 @@ class Recorder:
             except Exception as error:  # noqa: BLE001
                 record.kind = SILENT  # what is inside belongs to what is around
                 if record.root is not None:
-                    record.trace = None
+                    record.trace, record.span_id = None, 0
                 self._lose(error)
                 return
         record.span = span
@@ -465,6 +471,8 @@ class Recorder:
             record.trace = made.trace_id.to_bytes(16, "big") if known else None
         if (journal := self.journal) is not None:
             record.slot = journal.keep(record, parent_id)
+        if not self._connection.chooses_ids:
+            record.trace = None
         record.token = context_api.attach(trace.set_span_in_context(span))
 
     def _place(self, record: Record) -> _Place:
@@ -707,15 +715,13 @@ class Recorder:
         connection = self._connection
         try:
             if record.ended is None:
-                self.dropped += 1
-                record.kind = SILENT
+                self._drop(record)
             elif connection is None or connection.closed:
                 self.dropped += 1
             elif record.error is not None or not connection.direct.hand_on(record):
                 self._emit(record, record.ended + record.offset)
         except Exception:
-            self.dropped += 1  # a processor or sampler of somebody's
-            record.kind = SILENT  # what is inside belongs to what is around
+            self._drop(record)  # by a processor or sampler of somebody's
             _logger.debug("A span could not be handed on", exc_info=True)
         self._handed = handed = self._handed + 1
         if handed % _FLUSH_EVERY == 0 and connection is not None:

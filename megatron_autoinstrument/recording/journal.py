@@ -72,7 +72,7 @@ HEADER_BYTES, KINDS_BYTES = 4096, 12 * 1024
 KEPT_SLOTS, RING_SLOTS = 128, 8192  # the ring's number is a power of two: 900 kB in all
 
 PREFIX = "megatron-autoinstrument-"
-_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)\.journal")
+_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-(\d+)\.journal")
 
 
 def _offsets(fields: Mapping[str, str]) -> dict[str, int]:
@@ -135,6 +135,10 @@ class Kind(NamedTuple):
     """Attributes with the same value in each of these calls."""
 
 
+def _line(kind: Kind) -> bytes:
+    return json.dumps([kind.name, kind.first, kind.second, dict(kind.constant)]).encode() + b"\n"
+
+
 OTHER = Kind("other")
 """Kind 0: of calls for whose kind there was no place."""
 
@@ -153,6 +157,7 @@ class Journal:
         self._memory = memory
         self._words = memoryview(memory).cast("q")
         self._kinds: dict[Kind, int] = {}
+        self._order: list[Kind] = []
         self._free = deque(range(KEPT_SLOTS))  # kept slots, the one that ended first before the others
         self._shapes = _Shapes(self.kind)
         header = [MAGIC, VERSION, SLOT_BYTES, HEADER_BYTES, _KEPT_AT, _RING_AT, KEPT_SLOTS, RING_SLOTS, 0, 1, 0]
@@ -176,26 +181,32 @@ class Journal:
         """The number that stands for `kind` in a slot; 0 where there is no place for another."""
         number = self._kinds.get(kind)
         if number is None:
-            line = json.dumps([kind.name, kind.first, kind.second, dict(kind.constant)]).encode() + b"\n"
-            used = self._words[_AT["kinds_bytes"] // 8]
-            if used + len(line) > KINDS_BYTES:
-                return 0
-            number = len(self._kinds)
-            self._memory[HEADER_BYTES + used : HEADER_BYTES + used + len(line)] = line
-            self._words[_AT["kinds_bytes"] // 8] = used + len(line)  # last: a reader takes no half of a line
+            # Other threads, and signal handlers, may be here at once: each writes the same table, one kind perhaps
+            # twice, and nobody's line is at another's place.
+            self._order.append(kind)
+            number, written = self._order.index(kind), 0
+            while written != len(self._order):
+                lines = [_line(one) for one in list(self._order)]
+                written, table = len(lines), b"".join(lines)
+                while len(table) > KINDS_BYTES:
+                    table = table[: -len(lines.pop())]
+                self._memory[HEADER_BYTES : HEADER_BYTES + len(table)] = table
+                self._words[_AT["kinds_bytes"] // 8] = len(table)  # last: a reader takes no half of a line
+            if number >= len(lines):
+                number = 0
             self._kinds[kind] = number
         return number
 
     def describe(self, rank: int, world_size: int, run: int, run_id: str) -> None:
         """Says which rank of which run this is."""
         for name, value in (("rank", rank), ("world_size", world_size), ("run", run)):
-            Struct("<" + HEADER[name]).pack_into(self._memory, _AT[name], value)
-        Struct("<64s").pack_into(self._memory, _AT["run_id"], run_id.encode()[:64])
+            Struct("<I").pack_into(self._memory, _AT[name], value & 0xFFFF_FFFF)
+        Struct("<64s").pack_into(self._memory, _AT["run_id"], run_id.encode(errors="replace")[:64])
 
     def step(self, iteration: int) -> None:
         """Says which iteration is running, and what time it is on both clocks."""
         at = _AT["iteration"] // 8
-        self._words[at], self._words[at + 1], self._words[at + 2] = iteration, monotonic_ns(), time_ns()
+        self._words[at], self._words[at + 1], self._words[at + 2] = _number(iteration), monotonic_ns(), time_ns()
 
     def keep(self, call: Call, parent_id: int) -> int:
         """Like `begin`, for a call that may run long: nothing takes its place while it runs.
@@ -216,8 +227,10 @@ class Journal:
     def end_kept(self, number: int, ended: int) -> None:
         """Like `end`, for a call that `keep` has given its number. It can be read until its place is needed."""
         index = -1 - number
-        self._words[(_KEPT_AT + index * SLOT_BYTES + _IN_SLOT["end"]) // 8] = ended
-        self._free.append(index)
+        end_at = (_KEPT_AT + index * SLOT_BYTES + _IN_SLOT["end"]) // 8
+        if self._words[end_at] == 0:  # else it has been ended already
+            self._words[end_at] = ended
+            self._free.append(index)
 
     def end_all(self, ended: int) -> None:
         """Ends what a run has left open that was aborted at any point."""
@@ -274,23 +287,34 @@ class _Shapes:
 
     def __init__(self, number_of: Callable[[Kind], int]) -> None:
         self._number_of = number_of
-        self._known: dict[tuple[str, ...], tuple[int, str | None, str | None]] = {}
+        self._known: dict[tuple[str, ...], _Shape] = {}
 
     def of(self, name: str, attributes: Mapping[str, Any] | None) -> tuple[int, int, int]:
         """The number of its kind, and its numbers; 0 where it has none."""
-        shape = (name, *attributes) if attributes else (name,)
-        known = self._known.get(shape)
-        if known is None:
-            known = self._known[shape] = self._kind(name, attributes or {})
-        number, first, second = known
-        if attributes is None or first is None:
-            return number, 0, 0
-        return number, _number(attributes[first]), 0 if second is None else _number(attributes[second])
+        key = (name, *attributes) if attributes else (name,)
+        shape = self._known.get(key)
+        if shape is None:
+            shape = self._known[key] = self._shape(name, attributes or {})
+        elif shape.constant and any(attributes[key] is not value for key, value in shape.constant):  # type: ignore[index]
+            shape = self._shape(name, attributes or {})
+        if attributes is None or shape.first is None:
+            return shape.number, 0, 0
+        second = 0 if shape.second is None else _number(attributes[shape.second])
+        return shape.number, _number(attributes[shape.first]), second
 
-    def _kind(self, name: str, attributes: Mapping[str, Any]) -> tuple[int, str | None, str | None]:
+    def _shape(self, name: str, attributes: Mapping[str, Any]) -> _Shape:
         first, second = (*(key for key, value in attributes.items() if _is_number(value)), None, None)[:2]
         constant = tuple((key, value) for key, value in attributes.items() if type(value) is bool)
-        return self._number_of(Kind(name, first, second, constant)), first, second
+        return _Shape(self._number_of(Kind(name, first, second, constant)), first, second, constant)
+
+
+class _Shape(NamedTuple):
+    """Of the first call with certain attributes: the number of its kind, and what that says of them."""
+
+    number: int
+    first: str | None
+    second: str | None
+    constant: tuple[tuple[str, bool], ...]
 
 
 def _is_number(value: Any) -> bool:
@@ -340,53 +364,71 @@ def create() -> Journal:
     """The journal of this process: in shared memory, else in the folder for temporary files where that is in memory
     too, else in memory that nobody else can read. Those of processes that are dead, and of this user, are removed from
     there."""
-    for folder in ("/dev/shm", tempfile.gettempdir()):
-        path = os.path.join(folder, f"{PREFIX}{os.getpid()}-{_process_start('self')}.journal")
+    shared: Callable[[], str] = lambda: "/dev/shm"  # noqa: E731
+    for find in (shared, tempfile.gettempdir):
         try:
-            remove_stale(folder)
+            folder = find()
             # The ranks' own shared memory, of data workers and of NCCL, is in this file system too; in a container it
             # has 64 MiB by default.
             room = os.statvfs(folder)
             if not _is_in_memory(folder) or room.f_bavail * room.f_frsize < 16 * size():
                 continue
-            with suppress(FileNotFoundError):
-                os.unlink(path)  # of this very process, before it called `exec`
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError:
-            continue
-        try:
-            os.posix_fallocate(file, 0, size())  # now: to write where there is no room would kill the process later
-            journal = Journal(mmap.mmap(file, size()), path)
-            atexit.register(journal.remove)
-            return journal
-        except OSError:
-            os.unlink(path)
-        finally:
-            os.close(file)
+            remove_stale(folder)
+            return _create_in(folder)
+        except Exception:
+            _logger.debug("There can be no journal in a folder", exc_info=True)
     _logger.info("No file can be shared: what a rank was doing when it was killed can't be known.")
     return Journal(mmap.mmap(-1, size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _create_in(folder: str) -> Journal:
+    path = os.path.join(folder, f"{PREFIX}{_namespace()}-{os.getpid()}-{_process_start('self')}.journal")
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # of this very process, before it called `exec`
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size())  # now: to write where there is no room would kill the process later
+        journal = Journal(mmap.mmap(file, size()), path)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+    atexit.register(journal.remove)
+    return journal
 
 
 def _is_in_memory(folder: str) -> bool:
     """Whether what is written there costs no disk's time: a training thread that writes to a page which is on its way
     to a disk may have to wait."""
     path = os.path.realpath(folder)
-    with open("/proc/self/mounts") as file:
-        mounts = [line.split()[1:3] for line in file]
+    with open("/proc/self/mounts", errors="surrogateescape") as file:
+        mounts = [line.split(" ")[1:3] for line in file]
     around = [mount for mount in mounts if os.path.commonpath((path, mount[0])) == mount[0]]
-    return max(around, key=lambda mount: len(mount[0]), default=["", ""])[1] == "tmpfs"
+    # The latest of several at one place is on top.
+    return max(reversed(around), key=lambda mount: len(mount[0]), default=["", ""])[1] == "tmpfs"
 
 
 def remove_stale(folder: str) -> None:
-    """Removes the journals of dead processes that this user may remove.
+    """Removes the journals of dead processes that this user may remove, of this container alone: processes of others
+    can't be seen, also where their memory is shared.
 
     Raises:
         OSError: there is no such folder, or it can't be read.
     """
     for name in os.listdir(folder):
-        if (found := _NAME.fullmatch(name)) and _process_start(found[1]) != int(found[2]):
+        found = _NAME.fullmatch(name)
+        if found and int(found[1]) == _namespace() and _process_start(found[2]) != int(found[3]):
             with suppress(OSError):
                 os.unlink(os.path.join(folder, name))
+
+
+def _namespace() -> int:
+    """The number of the namespace that process ids are of; 0 where there is none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _process_start(pid: str) -> int:

@@ -64,6 +64,7 @@ def exporter_module(monkeypatch):
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(encode, "_seen", set())
     monkeypatch.setattr(encode, "_encoding", set())
+    monkeypatch.setattr(encode, "_encoders", {})
     monkeypatch.setattr(encode, "install", lambda: None)  # the thread of an earlier test's recorder asks for it too
     return module
 

@@ -1,3 +1,4 @@
+import io
 import mmap
 import os
 import re
@@ -5,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from pathlib import Path
@@ -126,6 +128,83 @@ def test_what_a_run_has_left_open_is_over_when_the_next_begins(book):
     assert book.keep(call(), 0)
 
 
+@pytest.fixture
+def mounts(monkeypatch):
+    """Gives the machine these mounts."""
+
+    def give(lines):
+        def opened(path, mode="r", **options):
+            return io.TextIOWrapper(io.BytesIO(lines), **options) if path == "/proc/self/mounts" else open(path, mode)
+
+        monkeypatch.setattr(journal, "open", opened, raising=False)
+
+    return give
+
+
+@pytest.mark.parametrize("machine", ["no temporary folder", "mounts in no encoding", "a mount without a source"])
+def test_whatever_the_machine_is_like_there_is_a_journal(machine, mounts, monkeypatch):
+    def fail():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    if machine == "no temporary folder":
+        monkeypatch.setattr(tempfile, "gettempdir", fail)
+    else:
+        mounts(
+            (b" /x tmpfs rw 0 0" if "source" in machine else b"\xff /\xff tmpfs rw 0 0") + b"\ntmpfs / tmpfs rw 0 0\n"
+        )
+    book = journal.create()
+    assert book.path is not None
+    book.end(book.begin(call(), 0, 0), 2)
+    assert len(contents(book).slots) == 1
+    book.remove()
+
+
+def test_of_mounts_at_one_place_the_latest_is_on_top(mounts):
+    mounts(b"tmpfs /dev/shm tmpfs rw 0 0\n/dev/sda /dev/shm ext4 rw 0 0\n")
+    assert not journal._is_in_memory("/dev/shm")
+
+
+def test_whatever_a_run_is_called_and_counted_it_is_described(book):
+    book.describe(-1, 1 << 40, -1, "caf\udce9" * 40)
+    book.step(1 << 70)
+    assert contents(book).header["iteration"] == 0
+
+
+def test_calls_of_new_kinds_that_meet_have_their_own(book):
+    """On threads, or in a signal handler inside of another."""
+
+    class Meeting(dict):
+        def get(self, kind):
+            found = super().get(kind)
+            if kind.name == "a" and not self.pop("met", None):
+                self["met"] = True
+                book.begin(call("b"), 0, 0)
+                book.begin(call("a"), 0, 0)
+            return found
+
+    book._kinds = Meeting(book._kinds)
+    for name in "acb":
+        book.begin(call(name), 0, 0)
+    _, kinds, slots = contents(book)
+    assert sorted(kinds[slot.kind].name for slot in slots) == ["a", "a", "b", "b", "c"]
+
+
+def test_a_truth_is_that_calls_own(book):
+    for truth in (True, False, True):
+        book.begin(call("a", {"x": truth}), 0, 0)
+    _, kinds, slots = contents(book)
+    assert [kinds[slot.kind].constant for slot in slots] == [(("x", True),), (("x", False),), (("x", True),)]
+
+
+def test_a_call_that_is_ended_twice_gives_its_place_back_once(book):
+    run = book.keep(call(), 0)
+    book.end_kept(run, 5)
+    book.end_kept(run, 6)
+    assert contents(book).slots[0].end == 5
+    places = [book.keep(call(), 0) for _ in range(journal.KEPT_SLOTS)]
+    assert len(set(places)) == len(places)
+
+
 def test_a_number_that_is_none_that_time_is_written_as_0(book):
     for number in (1, True, 1 << 70, "1"):
         book.begin(call("a", {"x": number}), 0, 0)
@@ -150,10 +229,10 @@ def test_threads_write_at_once(book):
 
 
 KILLED = """
-import os, signal
+import os, signal, sys
 from types import SimpleNamespace
-from megatron_autoinstrument.recording.journal import *
-book = create()
+from megatron_autoinstrument.recording import journal
+book = journal._create_in(sys.argv[1])
 def call(name, begun, span_id):
     return SimpleNamespace(name=name, attributes=None, begun=begun, offset=10**9, trace=b"t" * 16, span_id=span_id)
 book.keep(call("megatron.pretrain", 1, 7), 0)
@@ -166,13 +245,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
-def killed():
+def killed(tmp_path):
     """The journal of a process that was killed."""
-    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     path = Path(done.stdout.strip())
-    yield path
-    path.unlink(missing_ok=True)
+    return path
 
 
 def test_the_script_of_the_documentation_reads_the_journal_of_a_process_that_was_killed(killed):
@@ -189,23 +267,23 @@ def test_the_script_of_the_documentation_reads_the_journal_of_a_process_that_was
 
 
 def test_those_of_dead_processes_are_removed_and_no_others(killed, tmp_path):
-    book = journal.create()
-    try:
-        assert not killed.exists()
-        assert Path(book.path).exists()
-        other = tmp_path / "megatron-autoinstrument-notes.txt"
-        other.touch()
-        journal.remove_stale(str(tmp_path))
-        assert other.exists()
-        assert (
-            Path(book.path).name
-            == f"megatron-autoinstrument-{os.getpid()}-{contents(book).header['process_start']}.journal"
-        )
-    finally:
-        path = Path(book.path)
-        book.remove()
-    assert not path.exists()
-    book.remove()
+    namespace = journal._namespace()
+    own = journal._create_in(str(tmp_path))
+    others = [
+        tmp_path / "megatron-autoinstrument-notes.txt",
+        tmp_path / f"megatron-autoinstrument-{namespace + 1}-1-1.journal",  # another container's
+        Path(own.path),
+    ]
+    others[0].touch()
+    others[1].touch()
+    journal.remove_stale(str(tmp_path))
+    assert not killed.exists()
+    assert all(other.exists() for other in others)
+    start = contents(own).header["process_start"]
+    assert Path(own.path).name == f"megatron-autoinstrument-{namespace}-{os.getpid()}-{start}.journal"
+    own.remove()
+    assert not others[2].exists()
+    own.remove()
 
 
 def test_where_no_file_can_be_it_is_in_memory_alone(monkeypatch, caplog):
@@ -219,9 +297,7 @@ def test_where_no_file_can_be_it_is_in_memory_alone(monkeypatch, caplog):
     assert "No file can be shared" in caplog.text
     book.end(book.begin(call(), PARENT, 0), 2)
     assert len(contents(book).slots) == 1
-    left = [
-        name for folder in ("/dev/shm", "/tmp") for name in os.listdir(folder) if f"instrument-{os.getpid()}-" in name
-    ]
+    left = [name for folder in ("/dev/shm", "/tmp") for name in os.listdir(folder) if f"-{os.getpid()}-" in name]
     assert left == []
 
 

@@ -1,10 +1,13 @@
 """Where OpenTelemetry's batch processors and OTLP exporters are all that there is, records go through them in place of
 spans: what arrives is the same, whatever happens on the way."""
 
+import functools
 import threading
 
 import pytest
+import wrapt
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.sdk.trace import TracerProvider
@@ -12,8 +15,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-from megatron_autoinstrument import direct, encode, sdk
-from megatron_autoinstrument.recording.record import Record
+from megatron_autoinstrument import direct, encode, exporting, ids, sdk, spans
+from megatron_autoinstrument.recording import journal
 from megatron_autoinstrument.spans import FREQUENT, LIVE, SILENT, Recorder
 from megatron_autoinstrument.traces import Traces
 
@@ -54,7 +57,8 @@ def _nothing_given_up(monkeypatch):
     monkeypatch.setattr(direct, "_given_up", False)
     monkeypatch.setattr(encode, "_seen", set())
     monkeypatch.setattr(encode, "_encoding", set())
-    monkeypatch.setattr(trace_exporter, "encode_spans", trace_exporter.encode_spans)
+    monkeypatch.setattr(encode, "_encoders", {})
+    monkeypatch.setattr(trace_exporter, "encode_spans", encode_spans)
 
 
 @pytest.fixture
@@ -72,24 +76,26 @@ def provider(sent):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The names of the records that batch processors took."""
-    names, take = [], BatchSpanProcessor.on_end
+    """The names of the records that an exporter was given in place of spans."""
+    names, encode_record = [], encode.encode_record
 
-    def spy(self, span):
-        if type(span) is Record:
-            names.append(span.name)
-        take(self, span)
+    def spy(record):
+        names.append(record.name)
+        return encode_record(record)
 
-    spy.__module__ = take.__module__
-    monkeypatch.setattr(BatchSpanProcessor, "on_end", spy)
+    monkeypatch.setattr(encode, "encode_record", spy)
     return names
+
+
+def connect(recorder, provider):
+    recorder.connect_by(
+        lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
+    )
 
 
 def connected(provider):
     recorder = Recorder()
-    recorder.connect_by(
-        lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
-    )
+    connect(recorder, provider)
     return recorder
 
 
@@ -129,9 +135,9 @@ NAMES = {"megatron.train_step", "megatron.forward_backward", "one", "layer", "wi
 NAMES |= {"received", "megatron.save_checkpoint", "elsewhere", "touched"}
 
 
-def described(spans):
+def described(found):
     """Everything of the spans but random ids and times."""
-    names = {span.span_id: name for name, span in spans.items()}
+    names = {span.span_id: name for name, span in found.items()}
     return {
         name: (
             span.trace_id if name != "megatron.save_checkpoint" else None,
@@ -146,16 +152,16 @@ def described(spans):
             span.status.code,
             span.trace_state,
         )
-        for name, span in spans.items()
+        for name, span in found.items()
     }
 
 
 def test_what_arrives_of_records_is_what_arrives_of_spans(provider, sent, taken, monkeypatch):
     record(provider)
     assert set(taken) == NAMES - {"with a list", "that failed", "touched", "megatron.save_checkpoint"}
-    spans = described(sent.spans)
-    assert spans.keys() == NAMES
-    layer, one = spans["layer"], sent.spans["one"]
+    found = described(sent.spans)
+    assert found.keys() == NAMES
+    layer, one = found["layer"], sent.spans["one"]
     assert layer[1] == "one"
     assert [(pair.key, pair.value.bool_value) for pair in sent.spans["layer"].attributes] == [("nan.finite", False)]
     assert one.kind == INTERNAL
@@ -169,57 +175,87 @@ def test_what_arrives_of_records_is_what_arrives_of_spans(provider, sent, taken,
             monkeypatch.setattr(direct.Direct, "look", lambda self: None)
         record(provider)
         assert taken == []
-        assert described(sent.spans) == spans
+        assert described(sent.spans) == found
 
 
-def theirs(provider, sent):
+def plainly(original):
+    """A function of somebody's in the place of `original`, that looks at spans."""
+
+    def look(*arguments):
+        for span in arguments[-1] if isinstance(arguments[-1], (list, tuple)) else arguments[-1:]:
+            assert span.status
+            assert span.resource
+        return original(*arguments)
+
+    return look
+
+
+def with_its_name(original):
+    return functools.wraps(original)(plainly(original))
+
+
+def by_wrapt(original):
+    return wrapt.FunctionWrapper(
+        original, lambda wrapped, instance, arguments, options: plainly(wrapped)(*arguments, **options)
+    )
+
+
+def theirs(provider, monkeypatch):
     """What somebody may add to a provider, or change of it, that wants spans to see."""
-    (processor,) = provider._active_span_processor._span_processors
-    exporter = processor.span_exporter if hasattr(processor, "span_exporter") else processor._batch_processor._exporter
+    (processor,) = (one for one in provider._active_span_processor._span_processors if type(one) is BatchSpanProcessor)
+    exporter, inner = exporting.exporter_of(processor), exporting.inner_of(processor)
 
     class Subclass(trace_exporter.OTLPSpanExporter):
         pass
 
-    def wrap(name):
-        before = getattr(exporter, name)
-        setattr(exporter, name, lambda spans: [span.attributes for span in spans] and before(spans))
+    def replaced(holder, name, wrap):
+        return lambda: monkeypatch.setattr(holder, name, wrap(getattr(holder, name)))
 
-    def wrap_module():
-        before = trace_exporter.encode_spans
-        trace_exporter.encode_spans = lambda spans: [span.attributes for span in spans] and before(spans)
-
+    places = {
+        "a processor's on_end": (processor, "on_end"),
+        "every processor's on_end": (BatchSpanProcessor, "on_end"),
+        "an exporter's export": (exporter, "export"),
+        "every exporter's export": (trace_exporter.OTLPSpanExporter, "export"),
+        "an exporter's translation": (exporter, "_translate_data"),
+        "the encoder": (trace_exporter, "encode_spans"),
+    }
+    if inner is not processor:
+        places["a queue's emit"] = (inner, "emit")
     return {
         "another exporter": lambda: provider.add_span_processor(SimpleSpanProcessor(InMemorySpanExporter())),
         "a batch of another": lambda: provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter())),
         "a subclass": lambda: provider.add_span_processor(BatchSpanProcessor(Subclass(insecure=True))),
-        "an export of its own": lambda: wrap("export"),
-        "a translation of its own": lambda: wrap("_translate_data"),
-        "an encoder of its own": wrap_module,
-        "an on_end of its own": lambda: setattr(
-            processor, "on_end", lambda span: BatchSpanProcessor.on_end(processor, span)
-        ),
+    } | {
+        f"{what} {how.__name__}": replaced(*place, how)
+        for what, place in places.items()
+        for how in (plainly, with_its_name, by_wrapt)
     }
 
 
-THEIRS = ["another exporter", "a batch of another", "a subclass", "an export of its own", "a translation of its own"]
-THEIRS += ["an encoder of its own", "an on_end of its own"]
+THEIRS = ["another exporter", "a batch of another", "a subclass"] + [
+    f"{what} {how}"
+    for what in (
+        *("a processor's on_end", "every processor's on_end", "a queue's emit", "an exporter's export"),
+        *("every exporter's export", "an exporter's translation", "the encoder"),
+    )
+    for how in ("plainly", "with_its_name", "by_wrapt")
+]
 
 
 @pytest.mark.parametrize("when", ["before", "in mid-run"])
 @pytest.mark.parametrize("what", THEIRS)
-def test_whoever_looks_at_spans_gets_spans(what, when, provider, sent, taken):
-    change = theirs(provider, sent)[what]
-    if when == "before":
-        change()
+def test_whoever_looks_at_spans_gets_spans(what, when, provider, sent, taken, monkeypatch):
+    if when == "in mid-run":
         record(provider)
-        assert taken == []
-    else:
-        record(provider)
+        assert taken
         taken.clear()
         sent.requests.clear()
-        change()
-        record(provider)
-        assert taken == []
+    change = theirs(provider, monkeypatch).get(what)
+    if change is None:
+        pytest.skip("not in this SDK")
+    change()
+    record(provider)
+    assert taken == []
     assert sent.spans.keys() == NAMES
 
 
@@ -252,8 +288,8 @@ def test_what_is_inside_a_call_that_left_as_a_record_stays_inside_it(provider, s
     recorder.end(step)
     recorder.flush()
     recorder.abandon()
-    spans = sent.spans
-    assert spans["early"].parent_span_id == spans["late"].parent_span_id == spans["around"].span_id
+    left = sent.spans
+    assert left["early"].parent_span_id == left["late"].parent_span_id == left["around"].span_id
     assert {span.name for span in exporter.get_finished_spans()} == {"late", "around", "megatron.train_step"}
 
 
@@ -289,3 +325,71 @@ def test_records_are_counted_as_spans_are(provider, sent, caplog):
     recorder.flush()
     recorder.abandon()
     assert "1 spans were dropped" in caplog.text
+
+
+def test_records_of_an_earlier_connection_are_counted_by_the_one_that_hands_them_on(provider, sent):
+    recorder = connected(provider)
+    step = recorder.begin("megatron.train_step", LIVE, {}, ((TRACE, 0, "step"), 0), TRACE)
+    connect(recorder, provider)
+    recorder.end(recorder.begin("inside", FREQUENT))
+    recorder.end(step)
+    recorder.flush()
+    ended = recorder._connection._ended.total
+    recorder.abandon()
+    assert ended == len(sent.spans) == 2
+
+
+def test_what_is_inside_a_span_that_was_lost_is_inside_of_what_is_around(provider, sent, monkeypatch):
+    recorder = connected(provider)
+    step = recorder.begin("megatron.train_step", LIVE, {}, ((TRACE, 0, "step"), 0), TRACE)
+    lost = recorder.begin("lost", FREQUENT)
+    inside = recorder.begin("inside", FREQUENT)
+    hand_on = direct.Direct.hand_on
+
+    def fail(self, record):
+        if record is lost:
+            raise RuntimeError
+        return hand_on(self, record)
+
+    monkeypatch.setattr(direct.Direct, "hand_on", fail)
+    for one in (inside, lost, step):
+        recorder.end(one)
+    recorder.flush()
+    recorder.abandon()
+    assert sent.spans["inside"].parent_span_id == sent.spans["megatron.train_step"].span_id
+
+
+@pytest.mark.parametrize("ids_of", ["this package", "somebody"])
+def test_the_journal_has_the_ids_that_leave_or_none(ids_of, sent):
+    class Counting(ids.RandomIdGenerator):
+        """Somebody's own."""
+
+    provider = TracerProvider(shutdown_on_exit=False, id_generator=Counting() if ids_of == "somebody" else None)
+    provider.add_span_processor(BatchSpanProcessor(exporting_to(sent), schedule_delay_millis=3_600_000))
+    recorder = connected(provider)
+    run = recorder.begin("megatron.train", LIVE)
+    step = recorder.begin("megatron.train_step", SILENT, {}, ((TRACE, 0, "step"), 0), TRACE)
+    passed = recorder.begin("megatron.forward_backward", LIVE)
+    one = recorder.begin("one", FREQUENT)
+    for opened in (one, passed, step, run):
+        recorder.end(opened)
+    _, kinds, slots = journal.read(bytes(recorder.journal._memory))
+    recorder.flush()
+    recorder.abandon()
+    provider.shutdown()
+    written = {kinds[slot.kind].name: slot for slot in slots}
+    assert written.keys() == {"megatron.train", "megatron.forward_backward", "one"}
+    for name, slot in written.items():
+        assert slot.span_id in (0, int.from_bytes(sent.spans[name].span_id, "big"))
+        assert slot.trace_id in (bytes(16), sent.spans[name].trace_id)
+        assert slot.parent_id in (0, int.from_bytes(sent.spans[name].parent_span_id, "big"))
+        assert slot.span_id or (ids_of == "somebody" and name == "one")
+
+
+def test_without_a_journal_everything_else_is_recorded(provider, sent, monkeypatch):
+    def fail():
+        raise RuntimeError
+
+    monkeypatch.setattr(spans, "create_journal", fail)
+    record(provider)
+    assert sent.spans.keys() == NAMES
