@@ -128,6 +128,7 @@ def boundary():
     sdk._told.clear()
     trace_exporter.encode_spans = encode_spans
     encode._seen.clear()
+    encode._encoding.clear()
     for ledger in (instrumentor.LEDGER, arguments.LEDGER):
         ledger._named.clear()
     if left:
