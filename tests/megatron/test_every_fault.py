@@ -12,11 +12,13 @@ OPTIONS = (
 # They run once in a process, and did so before their turn came; or in our thread, where this way of failing misses
 # them.
 ONCE = {"autoload.py:forget", "metrics.py:_create", "ranks.py:records.<locals>.<genexpr>"}
-ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of", "direct.py:Direct.end"}
+ONCE |= {"spans.py:Recorder._emit", "spans.py:_context_of"}
 ONCE |= {"direct.py:Live.is_recording"}  # after an earlier fault there, spans are the tracer's
 ONCE |= {"spans.py:Recorder._hand_on", "spans.py:Recorder._start"}  # each half second, which may be in another step
-ONCE |= {"encode.py:_name", "encode.py:_varint"}  # what is known by now
-ONCE |= {"spans.py:Record.anchor"}  # under megatron.train alone, whose record an earlier fault may have ended
+ONCE |= {"encode.py:_name", "encode.py:_Named.__missing__", "encode.py:_varint"}  # what is known by now
+ONCE |= {f"recording/journal.py:{name}" for name in ("_is_number", "_line", "Journal.kind", "_Shapes._shape")}
+ONCE |= {"recording/journal.py:_Shapes._shape.<locals>.<genexpr>"}
+ONCE |= {"recording/record.py:Record.anchor"}  # under megatron.train alone, whose record an earlier fault may have ended
 # What fails in our own threads is told once in a process, not each time.
 IN_OUR_THREADS = re.compile(
     r"autoload\.py:_BeforeMegatron\.find_spec$|"  # fails an import, which is told by whoever imports
