@@ -18,7 +18,9 @@ ONCE |= {"spans.py:Recorder._hand_on", "spans.py:Recorder._start"}  # each half 
 ONCE |= {"encode.py:_name", "encode.py:_Named.__missing__", "encode.py:_varint"}  # what is known by now
 ONCE |= {f"recording/journal.py:{name}" for name in ("_is_number", "_line", "Journal.kind", "_Shapes._shape")}
 ONCE |= {"recording/journal.py:_Shapes._shape.<locals>.<genexpr>"}
-ONCE |= {"recording/record.py:Record.anchor"}  # under megatron.train alone, whose record an earlier fault may have ended
+ONCE |= {
+    "recording/record.py:Record.anchor"
+}  # under megatron.train alone, whose record an earlier fault may have ended
 # What fails in our own threads is told once in a process, not each time.
 IN_OUR_THREADS = re.compile(
     r"autoload\.py:_BeforeMegatron\.find_spec$|"  # fails an import, which is told by whoever imports
