@@ -26,8 +26,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
-from megatron_autoinstrument import MegatronInstrumentor, patching
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument import MegatronInstrumentor
+from megatron_autoinstrument.megatron import patching
+from megatron_autoinstrument.recording.recorder import RECORDER
 
 CALLS, ROUNDS = 1_000, 15
 UNIT = "µs"

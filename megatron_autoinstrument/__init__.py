@@ -9,15 +9,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor
-    from megatron_autoinstrument.ranks import register_rank_strategy
-    from megatron_autoinstrument.sampling import register_sampling_strategy
+    from megatron_autoinstrument.process.strategies import register_rank_strategy, register_sampling_strategy
 
 __all__ = ["MegatronInstrumentor", "__version__", "register_rank_strategy", "register_sampling_strategy"]
 
 _HOMES = {
     "MegatronInstrumentor": "instrumentor",
-    "register_rank_strategy": "ranks",
-    "register_sampling_strategy": "sampling",
+    "register_rank_strategy": "process.strategies",
+    "register_sampling_strategy": "process.strategies",
 }
 
 
@@ -27,7 +26,7 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         try:
-            from megatron_autoinstrument import standard
+            from megatron_autoinstrument.settings import standard
 
             with standard.tidied(empty_alone=True):  # OpenTelemetry reads some of them when it is imported
                 return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -11,9 +11,9 @@ from math import inf
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Ledger, Seam
-from megatron_autoinstrument.semconv import AB_HIGH, AB_LOW, AB_OVERHEAD, AB_PAIRS
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.common.semconv import AB_HIGH, AB_LOW, AB_OVERHEAD, AB_PAIRS
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Ledger, Seam
+from megatron_autoinstrument.recording.recorder import RECORDER
 
 _MODULE = "megatron.training.training"
 _ON = frozenset({"ab"})

@@ -31,7 +31,7 @@ class _BeforeMegatron:
             try:
                 call()
             except Exception:  # noqa: BLE001
-                from megatron_autoinstrument.redact import get_logger
+                from megatron_autoinstrument.common.redact import get_logger
 
                 get_logger(__name__).warning("Could not instrument Megatron; nothing is recorded.", exc_info=True)
 
@@ -59,7 +59,8 @@ def _instrument_if_enabled() -> None:
     flagged = any(argument.startswith("--otel-") for argument in sys.argv)
     if flagged:
         teach_flags()
-    from megatron_autoinstrument import config, ranks
+    from megatron_autoinstrument.process import ranks
+    from megatron_autoinstrument.settings import config
 
     place, known = ranks.look()
     told = known > ranks.Known.GUESSED
@@ -121,7 +122,7 @@ class _TeachingFlags:
     def __init__(self) -> None:
         from importlib.machinery import PathFinder
 
-        from megatron_autoinstrument import flags
+        from megatron_autoinstrument.settings import flags
 
         self._find, self._flags = PathFinder.find_spec, flags
 
@@ -150,8 +151,8 @@ def keep_for_workers() -> None:
         return
     import importlib.util
 
-    from megatron_autoinstrument import config
     from megatron_autoinstrument.instrumentor import MegatronInstrumentor
+    from megatron_autoinstrument.settings import config
 
     if config.enabled(warn=False) is False:
         return

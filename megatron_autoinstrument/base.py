@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_autoinstrument import ranks
-from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.process import ranks
 
 _logger = get_logger(__name__)
 

@@ -15,27 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import wrapt
 
-from megatron_autoinstrument import (
-    ab,
-    autoload,
-    config,
-    declarative,
-    flags,
-    groups,
-    native,
-    patching,
-    ranks,
-    redact,
-    signals,
-)
+from megatron_autoinstrument import ab, autoload
 from megatron_autoinstrument.base import BaseInstrumentor
-from megatron_autoinstrument.redact import get_logger
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.common import groups, redact
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.megatron import nemo_lens, patching
+from megatron_autoinstrument.process import ranks, signals, strategies
+from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.settings import config, declarative, flags
 from megatron_autoinstrument.targets import arguments, global_vars
 
 if TYPE_CHECKING:
-    from megatron_autoinstrument.sdk import Connection
-    from megatron_autoinstrument.traces import Traces
+    from megatron_autoinstrument.export.providers import Connection
+    from megatron_autoinstrument.recording.traces import Traces
 
 _logger = get_logger(__name__)
 
@@ -62,8 +54,8 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
     """Records NVIDIA Megatron-LM training with OpenTelemetry.
 
     `instrument()` may come before or after Megatron is imported, and again after `uninstrument()`, also while
-    training runs. What to record, and on which ranks, is told by the environment variables of
-    `megatron_autoinstrument.environment_variables` and by flags. On ranks that don't export, nothing is patched but
+    training runs. What to record, and on which ranks, is told by variables (see
+    `settings.environment_variables`) and by flags. On ranks that don't export, nothing is patched but
     Megatron's argument parser and what it hands its result to. Any thread may call these, and a signal handler may:
     what is asked for while something else is being done comes after it, and nobody waits for that for ever.
     """
@@ -225,10 +217,10 @@ def _decide(last: bool = False) -> _Decision:
         place, warn=knows and place.rank == 0, settled=last or known is ranks.Known.SETTLED
     )
     off = settings.enabled is False or not (settings.span_groups or settings.metrics or settings.logs)
-    records = not off and not ranks.is_helper_process() and ranks.chosen(settings, last)
-    if records and native.is_here():
-        aside = native.is_asked_for()
-        if knows and ranks.is_first(place, settings):
+    records = not off and not ranks.is_helper_process() and strategies.chosen(settings, last)
+    if records and nemo_lens.is_here():
+        aside = nemo_lens.is_asked_for()
+        if knows and strategies.is_first(place, settings):
             _say_once(_ASIDE if aside else _SHUT_DOWN)
         records = not aside
     return _Decision(place, settings, records)
@@ -255,7 +247,7 @@ def _look_for_core(training: ModuleType) -> None:
         if not is_file or _decision is None or not _decision.records:
             return
         place, settings = ranks.current(), _decision.settings
-        if ranks.exports(place, settings) and ranks.is_first(place, settings):
+        if strategies.exports(place, settings) and strategies.is_first(place, settings):
             core = "megatron.core" in sys.modules or importlib.util.find_spec("megatron.core") is not None
             _say_once(_CORE_ALONE if core else _NO_CORE)
     except Exception:
@@ -296,26 +288,26 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
 
     def connect() -> Connection:
         # Only now: the SDK takes long to import, and the run's id is known no earlier.
-        from megatron_autoinstrument import ids, resource, sampling, sdk
+        from megatron_autoinstrument.export import ids, providers, resource
 
         # With the first span: Megatron has set its own handlers by then, and knows of no other. So has PyTorch
         # Lightning, which sets one for SIGUSR1 only where there is none.
         _in_turn(_handle_signals)
         strategy = settings.sampling_strategy
-        return sdk.connect(
+        return providers.connect(
             wanted,
             settings.exporter,
             resource.attributes(place, ids.run_id(RECORDER.run_number)),
             build=not any(given.values()),
             service_name=settings.service_name,
-            sampler=sampling.STRATEGIES.get(strategy)(place, settings) if strategy else None,
+            sampler=strategies.SAMPLING_STRATEGIES.get(strategy)(place, settings) if strategy else None,
         )
 
     def plan(connection: Connection, run: int) -> Traces | None:
-        from megatron_autoinstrument import ids
+        from megatron_autoinstrument.export import ids
 
         # A restart in the process may have given it another rank.
-        ranks.recording = functools.cache(functools.partial(ranks.records, config=settings))
+        strategies.recording = functools.cache(functools.partial(strategies.records, settings=settings))
         if RECORDER.journal is not None:
             now = ranks.current()
             RECORDER.journal.describe(now.rank, now.world_size, run, ids.run_id(run))
@@ -355,7 +347,7 @@ def _compare(settings: config.Config, place: ranks.Rank, everything: frozenset[s
         _in_turn(switch)
 
     _stop_comparing()
-    _comparison = ab.Comparison(settings.ab, turn, says=ranks.is_first(place, settings))
+    _comparison = ab.Comparison(settings.ab, turn, says=strategies.is_first(place, settings))
     _comparison.start()
 
 

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megatron_autoinstrument import autoload, config, ranks
+from megatron_autoinstrument import autoload
 from megatron_autoinstrument.base import BaseInstrumentor
-from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.process import ranks
+from megatron_autoinstrument.settings import config
 
 _logger = get_logger(__name__)
 

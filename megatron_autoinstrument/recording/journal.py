@@ -20,7 +20,7 @@ from struct import Struct
 from time import monotonic_ns, time_ns
 from typing import Any, NamedTuple, Protocol
 
-from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.common.redact import get_logger
 
 _logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from opentelemetry.trace import Span, SpanContext, TraceFlags
 
-from megatron_autoinstrument.traces import Identity, span_id
+from megatron_autoinstrument.recording.traces import Identity, span_id
 
 LIVE, FREQUENT, SILENT = "live", "frequent", "silent"
 """How a call reaches OpenTelemetry: as a span that is current while it runs, as a span that is made later, or not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from megatron_autoinstrument.patching import Seam
+from megatron_autoinstrument.megatron.patching import Seam
 
 _TARGETS = (
     "arguments",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument import flags
-from megatron_autoinstrument.groups import FLAGS
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Ledger, Seam
+from megatron_autoinstrument.common.groups import FLAGS
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Ledger, Seam
+from megatron_autoinstrument.settings import flags
 
 
 def _adding(original: Function, groups: frozenset[str]) -> Hook:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.common.semconv import ASYNC
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.recording.record import Record
-from megatron_autoinstrument.redact import get_logger
-from megatron_autoinstrument.semconv import ASYNC
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.recording.recorder import RECORDER
 
 _logger = get_logger(__name__)
 

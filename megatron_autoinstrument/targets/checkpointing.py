@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument.patching import Arguments, Seam
-from megatron_autoinstrument.semconv import ASYNC, METADATA_ONLY
-from megatron_autoinstrument.spans import span
+from megatron_autoinstrument.common.semconv import ASYNC, METADATA_ONLY
+from megatron_autoinstrument.megatron.patching import Arguments, Seam
+from megatron_autoinstrument.recording.recorder import span
 from megatron_autoinstrument.targets import global_vars
 
 _MODULE = "megatron.training.checkpointing"

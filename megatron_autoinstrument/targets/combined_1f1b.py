@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.common.semconv import COMBINED_MICROBATCHES
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.recording.record import Record
-from megatron_autoinstrument.semconv import COMBINED_MICROBATCHES
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.recording.recorder import RECORDER
 from megatron_autoinstrument.targets import schedules
 
 

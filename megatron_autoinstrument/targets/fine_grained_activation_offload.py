@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_autoinstrument import torch_state
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.spans import span
+from megatron_autoinstrument.megatron import torch_state
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.recording.recorder import span
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_autoinstrument.groups import FLAGS
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.common.groups import FLAGS
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
 
 when_known: Callable[[Any], None] = lambda args: None  # noqa: E731
 """Called with Megatron's arguments when they are parsed, and when its parallel groups are made: this process's place is

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument import redact
-from megatron_autoinstrument.finite import finite_log
-from megatron_autoinstrument.groups import LOGS
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.redact import get_logger
-from megatron_autoinstrument.spans import RECORDER, THREAD
+from megatron_autoinstrument.common import redact
+from megatron_autoinstrument.common.finite import finite_log
+from megatron_autoinstrument.common.groups import LOGS
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.recording.recorder import RECORDER, THREAD
 
 _logger = get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_autoinstrument.patching import Seam
+from megatron_autoinstrument.megatron.patching import Seam
 from megatron_autoinstrument.targets.transformer_layer import layer_span
 
 SEAMS = (Seam("megatron.core.ssm.mamba_layer", "MambaLayer.forward", {"layer"}, layer_span("megatron.layer.forward")),)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_autoinstrument import ranks
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.common.semconv import COMBINED, OVERLAPPED, SENDER_RECORDED
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.process import strategies
 from megatron_autoinstrument.recording.record import FREQUENT, Record
-from megatron_autoinstrument.semconv import COMBINED, OVERLAPPED, SENDER_RECORDED
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.recording.traces import Identity
 from megatron_autoinstrument.targets import schedules
-from megatron_autoinstrument.traces import Identity
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _BRIDGE = "megatron.core.pipeline_parallel.bridge_communicator"
@@ -148,7 +148,7 @@ def _source(run: schedules.Pass, name: str, args: Arguments, groups: frozenset[s
     sender = _neighbour(args, what) if run.scope is not None and run.single else None
     if run.scope is None or not isinstance(sender, int):  # several, before core 0.14, for an encoder of another size
         return _Source(number)
-    recorded = ranks.recording(sender)
+    recorded = strategies.recording(sender)
     if recorded and "microbatch" in groups:
         key = run.key(sender, what)
         return _Source(number, key and (key, _of_sender(run, what, number, args)), True)

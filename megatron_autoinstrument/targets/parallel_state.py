@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_autoinstrument.groups import FLAGS
-from megatron_autoinstrument.patching import Seam
+from megatron_autoinstrument.common.groups import FLAGS
+from megatron_autoinstrument.megatron.patching import Seam
 from megatron_autoinstrument.targets.global_vars import knowing
 
 SEAMS = (Seam("megatron.core.parallel_state", "initialize_model_parallel", {FLAGS}, knowing),)

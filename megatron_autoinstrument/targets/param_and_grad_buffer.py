@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.spans import span
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.recording.recorder import span
 
 
 def _start_grad_sync(original: Function, groups: frozenset[str]) -> Hook:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from megatron_autoinstrument.groups import GROUPS, LOGS, METRICS
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.common.groups import GROUPS, LOGS, METRICS
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.recording.recorder import RECORDER
 
 
 def _rl_inference_interface_shutdown(original: Function, groups: frozenset[str]) -> Hook:

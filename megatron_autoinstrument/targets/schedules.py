@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_autoinstrument import torch_state
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.common.semconv import FORWARD_ONLY
+from megatron_autoinstrument.megatron import torch_state
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE, Record
-from megatron_autoinstrument.semconv import FORWARD_ONLY
-from megatron_autoinstrument.spans import RECORDER, kind_of
-from megatron_autoinstrument.traces import Identity, Key
+from megatron_autoinstrument.recording.recorder import RECORDER, kind_of
+from megatron_autoinstrument.recording.traces import Identity, Key
 
 _MODULE = "megatron.core.pipeline_parallel.schedules"
 _CAPTURE = (None, None)

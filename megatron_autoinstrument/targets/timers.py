@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument.groups import METRICS
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.common.groups import METRICS
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
 from megatron_autoinstrument.targets import training
 
 

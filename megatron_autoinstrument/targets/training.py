@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from megatron_autoinstrument import metrics
-from megatron_autoinstrument.groups import GROUPS, METRICS
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam, argument
+from megatron_autoinstrument.common.groups import GROUPS, METRICS
+from megatron_autoinstrument.common.semconv import GRAD_NORM_FINITE, LOSS_FINITE
+from megatron_autoinstrument.export import metrics
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.recording.record import LIVE, Record
-from megatron_autoinstrument.semconv import GRAD_NORM_FINITE, LOSS_FINITE
-from megatron_autoinstrument.spans import RECORDER, RUN_GROUPS, kind_of, span
+from megatron_autoinstrument.recording.recorder import RECORDER, RUN_GROUPS, kind_of, span
+from megatron_autoinstrument.recording.traces import Traces
 from megatron_autoinstrument.targets import global_vars, schedules
-from megatron_autoinstrument.traces import Traces
 
 _MODULE = "megatron.training.training"
 _EVERY_GROUP = frozenset(GROUPS) | {METRICS}

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_autoinstrument import torch_state
-from megatron_autoinstrument.patching import Arguments, Function, Hook, Seam
+from megatron_autoinstrument.common.semconv import RECOMPUTED
+from megatron_autoinstrument.megatron import torch_state
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
 from megatron_autoinstrument.recording.record import FREQUENT, Record
-from megatron_autoinstrument.semconv import RECOMPUTED
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument.recording.recorder import RECORDER
 
 _TRANSFORMER = "megatron.core.transformer"
 _MODULE = f"{_TRANSFORMER}.transformer_layer"

@@ -102,7 +102,8 @@ if "syncs" in ASKED:
         stand_in_for_synchronization()
     training.checkpoint_and_decide_exit = watch
 if "instrumented" in ASKED:
-    from megatron_autoinstrument import MegatronInstrumentor, patching, targets
+    from megatron_autoinstrument import MegatronInstrumentor, targets
+    from megatron_autoinstrument.megatron import patching
 
     if "syncs" in ASKED:
         patching.reraise_internal_errors = True

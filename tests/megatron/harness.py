@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_autoinstrument.receiver import ReceivedLog, ReceivedPoint, ReceivedSpan, Receiver
+from megatron_autoinstrument.tools.receiver import ReceivedLog, ReceivedPoint, ReceivedSpan, Receiver
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"

@@ -12,7 +12,7 @@ from harness import EVERYTHING, INSTRUMENT, MEGATRON, PLAIN, PTH, SCRIPTS, SWEEP
 from opentelemetry_variables import variables
 from test_spans_of_a_run import Scenario, expected
 
-from megatron_autoinstrument import environment_variables
+from megatron_autoinstrument.settings import environment_variables
 
 ALL_SIGNALS = {
     **EVERYTHING,

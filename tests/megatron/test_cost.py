@@ -12,8 +12,8 @@ from test_flags_and_logs import logged
 from test_metrics import run_of as run_with_metrics
 from test_spans_of_a_run import ASYNC, OVERLAP, SCENARIOS, run_of
 
-from megatron_autoinstrument.groups import GROUPS, PRESETS
-from megatron_autoinstrument.semconv import SPAN_GROUPS
+from megatron_autoinstrument.common.groups import GROUPS, PRESETS
+from megatron_autoinstrument.common.semconv import SPAN_GROUPS
 
 DOC = (ROOT / "docs" / "cost.md").read_text()
 STEP, EVALUATION_STEP = "training step", "evaluation step"

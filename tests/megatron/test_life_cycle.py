@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from harness import EVERYTHING, PLAIN, PTH, SCRIPTS, plain_losses, train
 
-from megatron_autoinstrument.groups import GROUPS
+from megatron_autoinstrument.common.groups import GROUPS
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 

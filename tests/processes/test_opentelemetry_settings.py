@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from opentelemetry_variables import SITE, variables
 
-from megatron_autoinstrument.receiver import Receiver
+from megatron_autoinstrument.tools.receiver import Receiver
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

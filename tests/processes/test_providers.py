@@ -16,8 +16,8 @@ def fresh_process(code, **environment):
 
 
 CONNECT = """
-from megatron_autoinstrument import sdk
-connection = sdk.connect({{"traces": None}}, {exporter!r}, {{"service.name": "megatron-lm", "dl.rank": 3}})
+from megatron_autoinstrument.export import providers
+connection = providers.connect({{"traces": None}}, {exporter!r}, {{"service.name": "megatron-lm", "dl.rank": 3}})
 provider = connection._providers["traces"]
 """
 
@@ -28,7 +28,7 @@ def test_the_applications_global_provider_is_used_and_never_replaced():
         "from opentelemetry.sdk.trace import TracerProvider\n"
         "theirs = TracerProvider(); trace.set_tracer_provider(theirs)\n"
         + CONNECT.format(exporter=None)
-        + "print(provider is theirs is trace.get_tracer_provider(), bool(sdk._ours), connection.exit_timeout_s)"
+        + "print(provider is theirs is trace.get_tracer_provider(), bool(providers._ours), connection.exit_timeout_s)"
     )
     assert out == "True False 10.0"
     assert not err
@@ -39,7 +39,7 @@ def test_without_a_provider_ours_exports_otlp_over_grpc_and_is_global():
         "from opentelemetry import trace\n"
         + CONNECT.format(exporter=None)
         + "processor = provider._active_span_processor._span_processors[0]\n"
-        "print(trace.get_tracer_provider() is provider, bool(sdk._ours), connection.exit_timeout_s)\n"
+        "print(trace.get_tracer_provider() is provider, bool(providers._ours), connection.exit_timeout_s)\n"
         "print(type(processor.span_exporter).__module__, provider.resource.attributes['dl.rank'])\n"
         "print(type(provider.id_generator).__name__)\n"
         "connection.flush_spans(final=True)"
@@ -102,7 +102,7 @@ import os, sys, time
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
-from megatron_autoinstrument import sdk
+from megatron_autoinstrument.export import providers
 
 class Exporter(ConsoleMetricExporter):
     def export(self, *args, **kwargs):
@@ -112,8 +112,8 @@ class Exporter(ConsoleMetricExporter):
 if os.environ["WHOSE"] == "theirs":
     metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(Exporter(), export_interval_millis=50)]))
 else:
-    sdk._component = lambda kind, name: Exporter
-connection = sdk.connect({"metrics": None}, "console", {})
+    providers._component = lambda kind, name: Exporter
+connection = providers.connect({"metrics": None}, "console", {})
 connection.meter.create_counter("steps").add(1)
 pid = os.fork()
 if pid == 0:
@@ -138,7 +138,7 @@ import os
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
-from megatron_autoinstrument import sdk
+from megatron_autoinstrument.export import providers
 
 class Exporter(ConsoleMetricExporter):
     def export(self, data, *args, **kwargs):
@@ -149,7 +149,7 @@ class Exporter(ConsoleMetricExporter):
 
 who = "parent"
 metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(Exporter())]))
-connection = sdk.connect({"metrics": None}, None, {})
+connection = providers.connect({"metrics": None}, None, {})
 connection.meter.create_counter("megatron.steps").add(1)
 metrics.get_meter("theirs").create_counter("theirs").add(1)
 if (pid := os.fork()) == 0:
@@ -175,8 +175,8 @@ os._exit(0)
 )
 def test_what_cannot_be_built_leaves_no_half_built_provider_behind(environment, named):
     out, err = fresh_process(
-        "from opentelemetry import trace\nfrom megatron_autoinstrument import sdk\n"
-        "connection = sdk.connect({'traces': None}, None, {})\nconnection.tracer.start_span('x').end()\n"
+        "from opentelemetry import trace\nfrom megatron_autoinstrument.export import providers\n"
+        "connection = providers.connect({'traces': None}, None, {})\nconnection.tracer.start_span('x').end()\n"
         "print(type(trace.get_tracer_provider()).__name__)",
         **environment,
     )
@@ -219,11 +219,11 @@ else:
         del sys.modules[name]
     sys.modules[{gone!r}] = None
 
-from megatron_autoinstrument import sdk
-from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
 
-sdk.connect({{"traces": None}}, None, {{}})
-RECORDER.connect_by(lambda: sdk.connect({{"traces": None, "metrics": None, "logs": None}}, None, {{}}))
+providers.connect({{"traces": None}}, None, {{}})
+RECORDER.connect_by(lambda: providers.connect({{"traces": None, "metrics": None, "logs": None}}, None, {{}}))
 step = RECORDER.begin("megatron.train_step", LIVE)
 RECORDER.end(RECORDER.begin("megatron.microbatch.forward", FREQUENT))
 RECORDER.end(step)
@@ -242,14 +242,14 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from megatron_autoinstrument import sdk
-from megatron_autoinstrument.spans import FREQUENT, RECORDER
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.recording.recorder import FREQUENT, RECORDER
 
-sdk._THEIRS_EXIT_TIMEOUT_S = 1.0
+providers._THEIRS_EXIT_TIMEOUT_S = 1.0
 provider = TracerProvider()
 provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 trace.set_tracer_provider(provider)
-RECORDER.connect_by(lambda: sdk.connect({"traces": None}, None, {}))
+RECORDER.connect_by(lambda: providers.connect({"traces": None}, None, {}))
 RECORDER.end(RECORDER.begin("megatron.microbatch.forward", FREQUENT))
 print(time.time())
 """

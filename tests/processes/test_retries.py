@@ -20,11 +20,11 @@ FOLDERS += [Path(name) for name in os.environ.get("TEST_OTLP", "").split()]
 
 CODE = """
 import logging, random, sys
-from megatron_autoinstrument import sdk
-from megatron_autoinstrument.spans import FREQUENT, RECORDER
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.recording.recorder import FREQUENT, RECORDER
 
 before = random.getstate()
-RECORDER.connect_by(lambda: sdk.connect({"traces": None, "metrics": None, "logs": None}, None, {}))
+RECORDER.connect_by(lambda: providers.connect({"traces": None, "metrics": None, "logs": None}, None, {}))
 RECORDER.end(RECORDER.begin("megatron.microbatch.forward", FREQUENT))
 RECORDER.meter.create_counter("steps").add(1)
 RECORDER.log_handler.emit(logging.makeLogRecord({"name": "x", "msg": "x", "levelno": logging.INFO}))

@@ -15,9 +15,11 @@ START = """
 import asyncio, atexit, faulthandler, functools, hashlib, os, signal, sys, threading, time
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from megatron_autoinstrument import instrumentor, sdk, signals
-from megatron_autoinstrument.signals import TERMINATION
-from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER
+from megatron_autoinstrument import instrumentor
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.process import signals
+from megatron_autoinstrument.process.signals import TERMINATION
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -32,7 +34,7 @@ class Exporter(SpanExporter):
 
 exporter, provider = Exporter(), TracerProvider(shutdown_on_exit=False)
 provider.add_span_processor(BatchSpanProcessor(exporter))
-RECORDER.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+RECORDER.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
 
 def install():
     signals.install(RECORDER.cut_off, RECORDER.hand_on)

@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autoinstrument.receiver import Receiver
+from megatron_autoinstrument.tools.receiver import Receiver
 
 VENDORS = Path(sys.prefix) / "vendors"  # see the Makefile
 pytestmark = pytest.mark.skipif(not VENDORS.exists(), reason=f"no {VENDORS}: see the Makefile")
 
 RECORD = """
 import random
-from megatron_autoinstrument import sdk
-from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
 
 def record(*signals):
     state = random.getstate()
-    RECORDER.connect_by(lambda: sdk.connect(dict.fromkeys(signals), None, {"dl.rank": 3}))
+    RECORDER.connect_by(lambda: providers.connect(dict.fromkeys(signals), None, {"dl.rank": 3}))
     for _ in range(2):
         step = RECORDER.begin("megatron.train_step", LIVE)
         RECORDER.end(RECORDER.begin("megatron.microbatch.forward", FREQUENT))
         RECORDER.end(step)
     assert random.getstate() == state
-    assert not sdk._ours
+    assert not providers._ours
 """
 OURS = {("megatron.train_step", 3): 2, ("megatron.microbatch.forward", 3): 2}
 

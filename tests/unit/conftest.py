@@ -9,8 +9,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from megatron_autoinstrument import config, ids, instrumentor, patching, ranks, sdk, spans, store
-from megatron_autoinstrument.spans import Recorder
+from megatron_autoinstrument import instrumentor
+from megatron_autoinstrument.export import ids, providers
+from megatron_autoinstrument.megatron import patching
+from megatron_autoinstrument.process import ranks, store
+from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording.recorder import Recorder
+from megatron_autoinstrument.settings import config
 from megatron_autoinstrument.targets import schedules
 
 
@@ -62,7 +67,7 @@ def _another_process(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_recorder_outlives_its_test(monkeypatch):
     """Its thread would: it looks at providers, and may log what is wrong with them while another test listens."""
-    made, init = [spans.RECORDER], Recorder.__init__
+    made, init = [recording.RECORDER], Recorder.__init__
 
     def initialise(self):
         made.append(self)
@@ -121,8 +126,8 @@ def provider(exporter):
 def recorder(monkeypatch, provider):
     """A recorder of the test's own, connected to `provider`, in the place of the process's."""
     recorder = Recorder()
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
-    monkeypatch.setattr("megatron_autoinstrument.spans.RECORDER", recorder)
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
+    monkeypatch.setattr("megatron_autoinstrument.recording.recorder.RECORDER", recorder)
     yield recorder
     recorder.abandon()
 

@@ -2,14 +2,15 @@ import sys
 
 import pytest
 
-from megatron_autoinstrument import cli, sdk
-from megatron_autoinstrument.receiver import Receiver
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.tools import cli
+from megatron_autoinstrument.tools.receiver import Receiver
 
 PROGRAM = """
 import os
-from megatron_autoinstrument import sdk
-from megatron_autoinstrument.spans import FREQUENT, LIVE, RECORDER
-RECORDER.connect_by(lambda: sdk.connect({"traces": None}, None, {"dl.rank": 0}))
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
+RECORDER.connect_by(lambda: providers.connect({"traces": None}, None, {"dl.rank": 0}))
 for iteration in range(1, 4):
     step = RECORDER.begin("megatron.train_step", LIVE, {"megatron.iteration": iteration})
     forward = RECORDER.begin("megatron.microbatch.forward", FREQUENT, {"megatron.microbatch_id": 0})
@@ -61,7 +62,7 @@ def test_the_receiver_ties_spans_to_their_parents(provider):
 
     with Receiver() as receiver:
         provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=receiver.endpoint)))
-        tracer = sdk.connect({"traces": provider}, None, {"dl.rank": 3}).tracer
+        tracer = providers.connect({"traces": provider}, None, {"dl.rank": 3}).tracer
         with (
             tracer.start_as_current_span("outer", attributes={"a": 1, "b": "x", "c": True}),
             pytest.raises(KeyError),

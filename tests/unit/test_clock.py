@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from megatron_autoinstrument import spans
 from megatron_autoinstrument.recording import record
-from megatron_autoinstrument.spans import FREQUENT, LIVE, SILENT
-from megatron_autoinstrument.traces import Traces
+from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, SILENT
+from megatron_autoinstrument.recording.traces import Traces
 
 HOUR = 3600 * 10**9
 MS = 10**6
@@ -19,7 +19,7 @@ class Clocks:
 
     def __init__(self, monkeypatch, draw=None):
         self.monotonic, self.shift, self.draw = 5 * HOUR, 1000 * HOUR, draw
-        for module in (spans, record):
+        for module in (recording, record):
             monkeypatch.setattr(module, "monotonic_ns", self.monotonic_ns)
         monkeypatch.setattr(record, "time_ns", self.time_ns)
 

@@ -1,7 +1,8 @@
 import pytest
 
-from megatron_autoinstrument import config, groups
-from megatron_autoinstrument.ranks import Rank
+from megatron_autoinstrument.common import groups
+from megatron_autoinstrument.process.ranks import Rank
+from megatron_autoinstrument.settings import config
 
 
 def read():

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autoinstrument import environment_variables, groups, metrics, semconv
+from megatron_autoinstrument.common import groups, semconv
+from megatron_autoinstrument.export import metrics
+from megatron_autoinstrument.settings import environment_variables
 from megatron_autoinstrument.targets import SEAMS
 
 ROOT = Path(__file__).parents[2]

@@ -22,9 +22,9 @@ from opentelemetry.sdk.trace.sampling import (
     TraceIdRatioBased,
 )
 
-from megatron_autoinstrument import direct, sdk
-from megatron_autoinstrument.spans import FREQUENT, LIVE, Recorder
-from megatron_autoinstrument.traces import Traces
+from megatron_autoinstrument.export import direct, providers
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.recording.traces import Traces
 
 TRACE = 77
 
@@ -55,7 +55,7 @@ def recorded(provider, exporter, link=None):
     """Records a step of each kind of record, and returns its spans."""
     recorder = Recorder()
     recorder.connect_by(
-        lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
+        lambda: providers.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
     )
     step = recorder.begin("megatron.train_step", LIVE, {"megatron.iteration": 1}, ((TRACE, 0, "step"), 0), TRACE)
     passed = recorder.begin("megatron.forward_backward", LIVE, {"megatron.num_microbatches": 2})
@@ -235,7 +235,7 @@ def test_every_sampler_is_obeyed(sampler, kept, exporter):
     exporter.clear()
     recorder = Recorder()
     recorder.connect_by(
-        lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
+        lambda: providers.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
     )
     step = recorder.begin(names[0], LIVE, None, ((TRACE, 0, "step"), 0), TRACE)
     inside = [recorder.begin(name, LIVE if name == names[1] else FREQUENT) for name in names[1:]]
@@ -366,7 +366,7 @@ def test_a_resource_that_is_completed_later_is_on_the_spans_that_follow(provider
     if not hasattr(provider, "_update_resource"):
         pytest.skip("this SDK's tracers keep theirs")
     recorder = Recorder()
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     step = recorder.begin("megatron.train_step", LIVE)
     provider._update_resource(Resource({"later": True}))
     for _ in range(2):

@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from megatron_autoinstrument import encode, patching
+from megatron_autoinstrument.export import encode
+from megatron_autoinstrument.megatron import patching
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 RESOURCE = Resource({"service.name": "megatron-lm", "dl.rank": 3}, "https://opentelemetry.io/schemas/1.37.0")

@@ -17,8 +17,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from megatron_autoinstrument import exporting, sdk, spans
-from megatron_autoinstrument.spans import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.export import losses, providers
+from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ class Collector(SpanExporter):
 @pytest.fixture
 def connected(monkeypatch):
     """Connects a recorder, and metrics, to providers that export by these exporters."""
-    monkeypatch.setattr(sdk, "_THEIRS_EXIT_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(spans, "_OTHERS_S", 0.2)
+    monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(recording, "_OTHERS_S", 0.2)
     recorder, reader, collectors = Recorder(), InMemoryMetricReader(), []
 
     def connect(*exporters, queue=2048):
@@ -58,8 +59,8 @@ def connected(monkeypatch):
         provider = TracerProvider(shutdown_on_exit=False)
         for exporter in exporters:
             provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=queue, max_export_batch_size=queue))
-        providers = {"traces": provider, "metrics": MeterProvider([reader], shutdown_on_exit=False)}
-        recorder.connect_by(lambda: sdk.connect(providers, None, {}))
+        given = {"traces": provider, "metrics": MeterProvider([reader], shutdown_on_exit=False)}
+        recorder.connect_by(lambda: providers.connect(given, None, {}))
         return recorder, reader, provider
 
     yield connect
@@ -112,7 +113,7 @@ def test_other_exporters_and_released_ones_are_neither_silenced_nor_counted(conn
     exporter, other = Collector(refuses=True), Collector(refuses=True)
     recorder, _, _ = connected(exporter)
     record(recorder, 1)
-    assert isinstance(exporter.export, exporting.Export)
+    assert isinstance(exporter.export, losses.Export)
     recorder.flush()
     caplog.clear()
     for _ in range(2):
@@ -187,7 +188,7 @@ def test_of_several_exporters_the_worst_counts(connected):
 def test_a_collector_that_never_answers_bounds_memory_and_exit_and_the_metrics_still_leave(
     connected, caplog, monkeypatch
 ):
-    monkeypatch.setattr(spans, "MAX_WAITING", 600)
+    monkeypatch.setattr(recording, "MAX_WAITING", 600)
     exporter = Collector()
     recorder, reader, _ = connected(exporter)
     exporter.answers.clear()
@@ -212,8 +213,8 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
     connected, caplog, capfd, monkeypatch, end
 ):
     """As with a collector that answers after 4.4 s of 5: the metrics leave after 3.5 s."""
-    monkeypatch.setattr(sdk, "_THEIRS_EXIT_TIMEOUT_S", 30)
-    monkeypatch.setattr(spans, "_OTHERS_S", 29)
+    monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 30)
+    monkeypatch.setattr(recording, "_OTHERS_S", 29)
     exporter = Collector()
     recorder, reader, _ = connected(exporter)
     exporter.answers.clear()
@@ -234,8 +235,8 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
 
 
 def test_what_is_counted_as_lost_when_the_metrics_leave_does_not_arrive_afterwards(connected, caplog, monkeypatch):
-    monkeypatch.setattr(sdk, "_THEIRS_EXIT_TIMEOUT_S", 30)
-    monkeypatch.setattr(spans, "_OTHERS_S", 29)
+    monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 30)
+    monkeypatch.setattr(recording, "_OTHERS_S", 29)
 
     class Dead(Collector):
         """It refuses the first batch at once, the second late, and would take the others."""
@@ -298,7 +299,7 @@ def test_somebodys_shutdown_at_exit_passes_over_what_waits_for_a_dead_collector_
     exporter = Collector(refuses=collector == "fails")
     recorder, _, provider = connected(exporter)
     if collector in ("answers", "fails"):
-        monkeypatch.setattr(sdk, "_THEIRS_EXIT_TIMEOUT_S", 20)
+        monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 20)
     record(recorder, 1)
     if collector == "is slow":
         exporter.answers.clear()
@@ -336,7 +337,7 @@ def test_a_second_connection_reports_what_the_first_one_lost_no_more(connected, 
     recorder.flush()
     recorder.disconnect()
     exporter.refuses = False
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     record(recorder, 3)
     recorder.exit()
     assert exporter.got == 3
@@ -346,7 +347,7 @@ def test_a_second_connection_reports_what_the_first_one_lost_no_more(connected, 
 
 
 def test_a_fault_that_comes_again_and_again_in_our_thread_is_told_of_once(connected, caplog, monkeypatch):
-    monkeypatch.setattr(spans, "_DRAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(recording, "_DRAIN_INTERVAL_S", 0.01)
     recorder, _, _ = connected(Collector())
     record(recorder, 1)
     calls = []
@@ -368,7 +369,7 @@ def test_trouble_with_metrics_and_logs_is_told_of_once_too(caplog):
     reader = PeriodicExportingMetricReader(ConsoleMetricExporter(out=Closed()), export_interval_millis=1e9)
     meters, loggers = MeterProvider([reader], shutdown_on_exit=False), LoggerProvider(shutdown_on_exit=False)
     loggers.add_log_record_processor(BatchLogRecordProcessor(ConsoleLogExporter(out=Closed())))
-    connection = sdk.connect({"metrics": meters, "logs": loggers}, None, {})
+    connection = providers.connect({"metrics": meters, "logs": loggers}, None, {})
     for _ in range(3):
         connection.meter.create_counter("x").add(1)
         connection.log_handler.emit(logging.makeLogRecord({"msg": "x", "levelno": logging.INFO}))
@@ -402,13 +403,13 @@ def test_where_the_metrics_fail_the_logs_leave_and_the_message_names_no_spans(ca
     flushed = []
     loggers = LoggerProvider(shutdown_on_exit=False)
     loggers.force_flush = lambda: flushed.append(1)
-    providers = {
+    given = {
         "traces": TracerProvider(shutdown_on_exit=False),
         "metrics": Broken(shutdown_on_exit=False),
         "logs": loggers,
     }
     recorder = Recorder()
-    recorder.connect_by(lambda: sdk.connect(providers, None, {}))
+    recorder.connect_by(lambda: providers.connect(given, None, {}))
     record(recorder, 1)
     assert not recorder.flush()
     assert flushed == [1]
@@ -423,5 +424,5 @@ def test_processors_that_are_not_the_sdks_are_left_alone():
 
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(Processor())
-    assert exporting.watch("traces", provider, exporting.Tally(), "x") == []
-    assert exporting.watch("traces", object(), exporting.Tally(), "x") == []
+    assert losses.watch("traces", provider, losses.Tally(), "x") == []
+    assert losses.watch("traces", object(), losses.Tally(), "x") == []

@@ -7,9 +7,11 @@ import pytest
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import InMemoryLogExporter, SimpleLogRecordProcessor
 
-from megatron_autoinstrument import ab, ranks, resource, sdk
-from megatron_autoinstrument.finite import finite, finite_log, is_finite
-from megatron_autoinstrument.spans import FREQUENT, LIVE
+from megatron_autoinstrument import ab
+from megatron_autoinstrument.common.finite import finite, finite_log, is_finite
+from megatron_autoinstrument.export import providers, resource
+from megatron_autoinstrument.process import ranks
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE
 from megatron_autoinstrument.targets import logging as logging_target
 from megatron_autoinstrument.targets import optimizer
 
@@ -89,7 +91,7 @@ def exported(monkeypatch, recorder):
     """Logs a record through the hook, and gives what was exported of it."""
     exporter, provider = InMemoryLogExporter(), LoggerProvider(shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-    connection = sdk.connect({"logs": provider}, None, {})
+    connection = providers.connect({"logs": provider}, None, {})
     monkeypatch.setattr(type(recorder), "log_handler", property(lambda self: connection.log_handler))
     monkeypatch.setattr(logging_target, "RECORDER", recorder)
     hook = logging_target._call_handlers(logging.Logger.callHandlers, frozenset({"logs"}))

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_autoinstrument import groups, semconv
+from megatron_autoinstrument.common import groups, semconv
 
 
 def test_a_spec_mixes_presets_and_groups():

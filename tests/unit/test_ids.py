@@ -8,7 +8,8 @@ import types
 import pytest
 from standins import Store
 
-from megatron_autoinstrument import ids, store
+from megatron_autoinstrument.export import ids
+from megatron_autoinstrument.process import store
 
 
 @pytest.fixture

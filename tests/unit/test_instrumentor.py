@@ -13,7 +13,8 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from megatron_autoinstrument import MegatronInstrumentor, instrumentor, signals, targets
+from megatron_autoinstrument import MegatronInstrumentor, instrumentor, targets
+from megatron_autoinstrument.process import signals
 
 SOURCE = "def train_step(model, iteration=None):\n    return model\n"
 
@@ -320,14 +321,14 @@ def test_nothing_is_patched_when_off_and_on_ranks_that_do_not_export(
 def test_a_failed_install_leaves_megatron_as_it_was_and_raises_nothing(
     megatron, monkeypatch, training, provider, caplog
 ):
-    monkeypatch.setattr("megatron_autoinstrument.patching.reraise_internal_errors", False)
+    monkeypatch.setattr("megatron_autoinstrument.megatron.patching.reraise_internal_errors", False)
     failures = [RuntimeError("broken")]
 
     def fails_once(new):
         if failures:
             raise failures.pop()
 
-    monkeypatch.setattr("megatron_autoinstrument.patching._rebind", fails_once)
+    monkeypatch.setattr("megatron_autoinstrument.megatron.patching._rebind", fails_once)
     original = training.train_step
     megatron.instrument(tracer_provider=provider)
     assert training.train_step is original
@@ -335,7 +336,7 @@ def test_a_failed_install_leaves_megatron_as_it_was_and_raises_nothing(
 
 
 def test_an_exporter_that_cannot_be_had_costs_one_message_and_no_training(megatron, monkeypatch, training, caplog):
-    monkeypatch.setattr("megatron_autoinstrument.patching.reraise_internal_errors", False)
+    monkeypatch.setattr("megatron_autoinstrument.megatron.patching.reraise_internal_errors", False)
     monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", None)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "no_such_exporter")
     megatron.instrument()
@@ -477,7 +478,7 @@ def test_it_stands_aside_for_megatrons_own_telemetry_and_says_so_once(
 
 
 def test_seams_are_told_apart_and_each_names_groups_that_exist():
-    from megatron_autoinstrument.groups import FLAGS, GROUPS, LOGS, METRICS
+    from megatron_autoinstrument.common.groups import FLAGS, GROUPS, LOGS, METRICS
 
     assert len({(seam.module, seam.path) for seam in targets.SEAMS}) == len(targets.SEAMS)
     assert all(seam.groups <= {*GROUPS, METRICS, LOGS, FLAGS} for seam in targets.SEAMS)

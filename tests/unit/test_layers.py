@@ -6,8 +6,8 @@ import types
 import pytest
 from opentelemetry.trace import StatusCode
 
-from megatron_autoinstrument import spans
-from megatron_autoinstrument.patching import Ledger
+from megatron_autoinstrument.megatron.patching import Ledger
+from megatron_autoinstrument.recording.record import FREQUENT
 from megatron_autoinstrument.targets import (
     fine_grained_activation_offload,
     mamba_layer,
@@ -135,7 +135,7 @@ def test_a_recomputation_that_torch_breaks_off_is_no_error(install, recorder, ex
 
 def test_on_autograds_thread_a_layer_nests_as_on_the_training_thread(install, recorder, recorded):
     layer = install(transformer_layer, LAYER).MoETransformerLayer()
-    backward = recorder.begin("megatron.microbatch.backward", spans.FREQUENT)
+    backward = recorder.begin("megatron.microbatch.backward", FREQUENT)
     thread = threading.Thread(target=lambda: (layer.forward(1), layer.forward(1)))
     thread.start()
     thread.join()

@@ -5,10 +5,10 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from megatron_autoinstrument import metrics
-from megatron_autoinstrument.groups import METRICS
-from megatron_autoinstrument.metrics import NONFINITE
-from megatron_autoinstrument.spans import LIVE
+from megatron_autoinstrument.common.groups import METRICS
+from megatron_autoinstrument.export import metrics
+from megatron_autoinstrument.export.metrics import NONFINITE
+from megatron_autoinstrument.recording.recorder import LIVE
 from megatron_autoinstrument.targets import schedules, training
 
 

@@ -18,13 +18,13 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExporte
 from opentelemetry.sdk.trace import ConcurrentMultiSpanProcessor, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 
-from megatron_autoinstrument import sdk
-from megatron_autoinstrument.spans import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
 
 
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch):
-    monkeypatch.setattr(sdk, "_told", set())
+    monkeypatch.setattr(providers, "_told", set())
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def recorder():
     recorder.abandon()
 
 
-def record(recorder, **providers):
-    recorder.connect_by(lambda: sdk.connect(providers, None, {"dl.rank": 3}))
+def record(recorder, **given):
+    recorder.connect_by(lambda: providers.connect(given, None, {"dl.rank": 3}))
     step = recorder.begin("megatron.train_step", LIVE)
     recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
     recorder.end(step)
@@ -159,7 +159,7 @@ def test_a_provider_is_watched_once_however_often_it_is_connected(exporter):
         recorder = Recorder()
         record(recorder, traces=provider)
         recorder.abandon()
-    assert sum(isinstance(one, sdk._Watch) for one in provider._active_span_processor._span_processors) == 1
+    assert sum(isinstance(one, providers._Watch) for one in provider._active_span_processor._span_processors) == 1
 
 
 def test_a_signal_whose_provider_cannot_be_used_costs_that_signal_alone(recorder, exporter, caplog):
@@ -263,8 +263,8 @@ def test_a_provider_with_nothing_behind_it_is_named_once(kinds, why, caplog):
 
 
 def test_it_is_named_during_a_run_that_goes_on_not_only_at_its_end(recorder, caplog, monkeypatch):
-    monkeypatch.setattr(sdk, "_PROCESSORS_WITHIN_S", 0.0)
-    recorder.connect_by(lambda: sdk.connect({"traces": TracerProvider()}, None, {}))
+    monkeypatch.setattr(providers, "_PROCESSORS_WITHIN_S", 0.0)
+    recorder.connect_by(lambda: providers.connect({"traces": TracerProvider()}, None, {}))
     recorder.end(recorder.begin("megatron.train_step", LIVE))
     recorder.drain()
     assert len(warnings_of(caplog)) == 1
@@ -272,7 +272,7 @@ def test_it_is_named_during_a_run_that_goes_on_not_only_at_its_end(recorder, cap
 
 def test_a_processor_may_be_added_later(recorder, exporter, caplog):
     provider = TracerProvider()
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     recorder.end(recorder.begin("megatron.train_step", LIVE))
     recorder.drain()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -384,7 +384,7 @@ def test_what_this_packages_threads_log_is_not_exported(logged, provider):
     exporter, logs = Exporting("mycompany"), LoggerProvider(shutdown_on_exit=False)
     logs.add_log_record_processor(SimpleLogRecordProcessor(exporter))
     provider.add_span_processor(Logging())
-    logged.connect_by(lambda: sdk.connect({"traces": provider, "logs": logs}, None, {}))
+    logged.connect_by(lambda: providers.connect({"traces": provider, "logs": logs}, None, {}))
     logged.end(logged.begin("megatron.microbatch.forward", FREQUENT))
     assert logged.flush()
     assert exporter.got == []
@@ -446,7 +446,7 @@ def test_the_handler_of_the_instrumentation_of_logging_is_used_where_it_is_insta
     module = fake_module("opentelemetry.instrumentation.logging.handler", HANDLER)
     fake_module("opentelemetry.instrumentation.logging")
     provider = LoggerProvider(shutdown_on_exit=False)
-    handler = sdk.connect({"logs": provider}, None, {}).log_handler
+    handler = providers.connect({"logs": provider}, None, {}).log_handler
     assert type(handler) is module.LoggingHandler
     assert handler.provider is provider
     assert handler.code
@@ -468,13 +468,13 @@ def test_records_are_not_exported_twice_where_opentelemetrys_handler_is_at_work(
     class LoggingHandler(logging.Handler):
         """Somebody's, which has nothing to do with OpenTelemetry."""
 
-    class Sub(sdk._handler_class().func):
+    class Sub(providers._handler_class().func):
         """The application's own kind of it."""
 
     provider = LoggerProvider(shutdown_on_exit=False)
     handler = Sub(logger_provider=provider) if theirs else LoggingHandler()
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    assert (sdk.connect({"logs": provider}, None, {}).log_handler is None) == theirs
+    assert (providers.connect({"logs": provider}, None, {}).log_handler is None) == theirs
 
 
 class Failing(SpanProcessor):
@@ -498,7 +498,7 @@ class Failing(SpanProcessor):
 @pytest.mark.parametrize("where", ["on_start", "on_end"])
 @pytest.mark.parametrize("hold", [True, False])
 def test_a_processor_that_fails_once_costs_one_span_and_no_more(recorder, provider, exporter, caplog, where, hold):
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     processors = provider._active_span_processor
     processors._span_processors = (Failing(where), *processors._span_processors)
     for _ in range(3):
@@ -520,7 +520,7 @@ def test_what_a_processor_raises_that_is_no_ordinary_exception_ends_no_thread(re
         def force_flush(self, timeout_millis=30_000):
             raise asyncio.CancelledError
 
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
     provider.add_span_processor(Cancelling())
     assert not recorder.flush()
@@ -530,7 +530,7 @@ def test_what_a_processor_raises_that_is_no_ordinary_exception_ends_no_thread(re
 
 
 def test_a_method_that_is_replaced_on_one_processor_sees_every_span_start(provider, exporter, recorder):
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     (processor,) = provider._active_span_processor._span_processors
     started = []
     processor.on_start = lambda span, parent_context=None: started.append(span.name)
@@ -557,7 +557,7 @@ def test_what_cannot_be_looked_at_costs_nothing_but_its_own(provider, exporter):
     provider.add_span_processor(Delegating())
     recorder = Recorder()
     meters = Refusing(shutdown_on_exit=False)
-    recorder.connect_by(lambda: sdk.connect({"traces": provider, "metrics": meters}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider, "metrics": meters}, None, {}))
     recorder.end(recorder.begin("megatron.train_step", LIVE))
     recorder.dropped = 1
     recorder.flush()

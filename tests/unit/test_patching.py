@@ -14,8 +14,8 @@ import typing
 import pytest
 import wrapt
 
-from megatron_autoinstrument import patching
-from megatron_autoinstrument.patching import Hook, Ledger, Seam
+from megatron_autoinstrument.megatron import patching
+from megatron_autoinstrument.megatron.patching import Hook, Ledger, Seam
 
 SOURCE = """
 def step(model, iteration=None, *, forward_only=False):

@@ -3,14 +3,15 @@ import sys
 
 import pytest
 
-from megatron_autoinstrument import config, ranks
-from megatron_autoinstrument.ranks import Rank
+from megatron_autoinstrument.process import ranks, strategies
+from megatron_autoinstrument.process.ranks import Rank
+from megatron_autoinstrument.settings import config
 
 
 def exporting(world_size, local_size=None):
     local_size = local_size or world_size
     places = [Rank(rank, world_size, rank % local_size) for rank in range(world_size)]
-    return [place.rank for place in places if ranks.exports(place, config.from_environment(place))]
+    return [place.rank for place in places if strategies.exports(place, config.from_environment(place))]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_child_of_multiprocessing_knows_that_it_is_one_while_it_imports_the_ma
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, sys\n"
-        "from megatron_autoinstrument import ranks\n"
+        "from megatron_autoinstrument.process import ranks\n"
         "print(__name__, ranks.is_helper_process(), flush=True)\n"
         "def work(): print('work', ranks.is_helper_process(), flush=True)\n"
         "if __name__ == '__main__':\n"

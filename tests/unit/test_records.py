@@ -15,10 +15,11 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-from megatron_autoinstrument import direct, encode, exporting, ids, sdk, spans
+from megatron_autoinstrument.export import direct, encode, ids, losses, providers
 from megatron_autoinstrument.recording import journal
-from megatron_autoinstrument.spans import FREQUENT, LIVE, SILENT, Recorder
-from megatron_autoinstrument.traces import Traces
+from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, SILENT, Recorder
+from megatron_autoinstrument.recording.traces import Traces
 
 TRACE = 77
 INTERNAL, ERROR = 1, 2
@@ -89,7 +90,7 @@ def taken(monkeypatch):
 
 def connect(recorder, provider):
     recorder.connect_by(
-        lambda: sdk.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
+        lambda: providers.connect({"traces": provider}, None, {}), lambda connection, run: Traces("key", 0, True, 5)
     )
 
 
@@ -203,7 +204,7 @@ def by_wrapt(original):
 def theirs(provider, monkeypatch):
     """What somebody may add to a provider, or change of it, that wants spans to see."""
     (processor,) = (one for one in provider._active_span_processor._span_processors if type(one) is BatchSpanProcessor)
-    exporter, inner = exporting.exporter_of(processor), exporting.inner_of(processor)
+    exporter, inner = losses.exporter_of(processor), losses.inner_of(processor)
 
     class Subclass(trace_exporter.OTLPSpanExporter):
         pass
@@ -260,7 +261,7 @@ def test_whoever_looks_at_spans_gets_spans(what, when, provider, sent, taken, mo
 
 
 def test_what_can_not_be_encoded_goes_as_spans_and_is_named_once(provider, sent, monkeypatch, caplog):
-    monkeypatch.setattr("megatron_autoinstrument.patching.reraise_internal_errors", False)
+    monkeypatch.setattr("megatron_autoinstrument.megatron.patching.reraise_internal_errors", False)
 
     def fail(record):
         raise AttributeError("changed")
@@ -390,6 +391,6 @@ def test_without_a_journal_everything_else_is_recorded(provider, sent, monkeypat
     def fail():
         raise RuntimeError
 
-    monkeypatch.setattr(spans, "create_journal", fail)
+    monkeypatch.setattr(recording, "create_journal", fail)
     record(provider)
     assert sent.spans.keys() == NAMES

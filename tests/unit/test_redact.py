@@ -9,9 +9,12 @@ import pytest
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import SimpleLogRecordProcessor
 
-from megatron_autoinstrument import ranks, redact, resource, sdk, spans
-from megatron_autoinstrument.redact import redacted
-from megatron_autoinstrument.spans import FREQUENT, LIVE
+from megatron_autoinstrument.common import redact
+from megatron_autoinstrument.common.redact import redacted
+from megatron_autoinstrument.export import providers, resource
+from megatron_autoinstrument.process import ranks
+from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE
 from megatron_autoinstrument.targets import logging as logging_target
 
 try:
@@ -253,8 +256,8 @@ def test_no_secret_is_in_the_resource(monkeypatch):
         monkeypatch.setenv(f"SETTING_{number}", text)
         monkeypatch.setenv(f"PASSWORD_{number}", secret)
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *(text for text, _ in FORMS)])
-    attributes = sdk._described(
-        sdk.Resource.create(), sdk._New(None, resource.attributes(ranks.current(), "run"), None, None)
+    attributes = providers._described(
+        providers.Resource.create(), providers._New(None, resource.attributes(ranks.current(), "run"), None, None)
     ).attributes
     assert attributes["service.name"] == "megatron-lm"
     assert not [secret for _, secret in FORMS if secret in str(dict(attributes))]
@@ -264,7 +267,7 @@ def test_no_secret_is_in_the_resource(monkeypatch):
 def test_an_exported_log_record_says_of_an_exception_what_a_span_says(monkeypatch, with_text):
     exporter, provider = InMemoryLogRecordExporter(), LoggerProvider(shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-    handler = sdk._log_handler(provider)
+    handler = providers._log_handler(provider)
     monkeypatch.setattr(redact, "with_text", with_text)
     monkeypatch.setattr(logging_target, "RECORDER", type("", (), {"log_handler": handler}))
     hook = logging_target.SEAMS[0].hook(logging.Logger.callHandlers, frozenset())
@@ -450,5 +453,5 @@ def test_each_logger_of_this_package_takes_secrets_out():
         for name, module in sys.modules.items()
         if name.startswith("megatron_autoinstrument") and hasattr(module, "_logger")
     ]
-    assert spans._logger in loggers
+    assert recording._logger in loggers
     assert all(redact._redacting in logger.filters for logger in loggers)

@@ -2,13 +2,15 @@ import sys
 
 import pytest
 
-from megatron_autoinstrument import config, ranks, register_rank_strategy, register_sampling_strategy, sampling
-from megatron_autoinstrument.ranks import Rank
+from megatron_autoinstrument import register_rank_strategy, register_sampling_strategy
+from megatron_autoinstrument.process import strategies
+from megatron_autoinstrument.process.ranks import Rank
+from megatron_autoinstrument.settings import config
 
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    for registry in (ranks.STRATEGIES, sampling.STRATEGIES):
+    for registry in (strategies.RANK_STRATEGIES, strategies.SAMPLING_STRATEGIES):
         monkeypatch.setattr(registry, "_known", dict(registry._known))
 
 
@@ -18,7 +20,7 @@ def even(place, settings):
 
 def exporting(world_size):
     places = [Rank(rank, world_size, rank) for rank in range(world_size)]
-    return [place.rank for place in places if ranks.exports(place, config.from_environment(place))]
+    return [place.rank for place in places if strategies.exports(place, config.from_environment(place))]
 
 
 def test_a_registered_strategy_chooses_the_ranks(monkeypatch):
@@ -42,7 +44,7 @@ def test_a_packages_entry_point_needs_no_import(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MEGATRON_OTEL_RANK_STRATEGY", "odd")
     assert exporting(4) == [1, 3]
-    assert "odd" in ranks.STRATEGIES.names()
+    assert "odd" in strategies.RANK_STRATEGIES.names()
     del sys.modules["choosing"]
 
 
@@ -51,8 +53,8 @@ def test_rank_aware_sampling_keeps_all_of_a_rank_or_nothing(monkeypatch):
 
     monkeypatch.setenv("MEGATRON_OTEL_EXPORT_SAMPLE_RATE", "0.5")
     settings = config.from_environment(Rank(0, 8, 0))
-    samplers = [sampling.STRATEGIES.get("rank_aware")(Rank(rank, 8, rank), settings) for rank in range(8)]
-    chosen = [ranks.sampled(Rank(rank, 8, rank), settings) for rank in range(8)]
+    samplers = [strategies.SAMPLING_STRATEGIES.get("rank_aware")(Rank(rank, 8, rank), settings) for rank in range(8)]
+    chosen = [strategies.sampled(Rank(rank, 8, rank), settings) for rank in range(8)]
     assert samplers == [ALWAYS_ON if kept else ALWAYS_OFF for kept in chosen]
     assert len(set(samplers)) == 2
 
@@ -61,4 +63,4 @@ def test_a_registered_sampling_strategy_makes_the_sampler(monkeypatch):
     register_sampling_strategy("mine", lambda place, settings: place)
     monkeypatch.setenv("MEGATRON_OTEL_SAMPLING_STRATEGY", "mine")
     assert config.from_environment(Rank(0, 1, 0)).sampling_strategy == "mine"
-    assert sampling.STRATEGIES.get("mine")(Rank(0, 1, 0), None) == Rank(0, 1, 0)
+    assert strategies.SAMPLING_STRATEGIES.get("mine")(Rank(0, 1, 0), None) == Rank(0, 1, 0)

@@ -3,8 +3,8 @@ import types
 
 import pytest
 
-from megatron_autoinstrument import resource
-from megatron_autoinstrument.ranks import Rank
+from megatron_autoinstrument.export import resource
+from megatron_autoinstrument.process.ranks import Rank
 
 
 def test_megatrons_arguments_are_told(fake_module):

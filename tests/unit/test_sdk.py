@@ -5,15 +5,15 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
-from megatron_autoinstrument import ids, resource, sdk
-from megatron_autoinstrument.ranks import Rank
+from megatron_autoinstrument.export import ids, providers, resource
+from megatron_autoinstrument.process.ranks import Rank
 
 OURS = resource.attributes(Rank(3, 8, 1), "run7")
 
 
 def test_spans_leave_pythons_random_state_alone(provider):
     before = random.getstate()
-    connection = sdk.connect({"traces": provider}, None, {})
+    connection = providers.connect({"traces": provider}, None, {})
     for _ in range(1000):
         connection.tracer.start_span("megatron.train_step").end()
     assert random.getstate() == before
@@ -36,7 +36,7 @@ def test_an_id_generator_that_someone_chose_stays():
         def generate_trace_id(self):
             return 2
 
-    connection = sdk.connect({"traces": TracerProvider(id_generator=Chosen())}, None, {})
+    connection = providers.connect({"traces": TracerProvider(id_generator=Chosen())}, None, {})
     assert connection.tracer.start_span("x").get_span_context().span_id == 1
 
 
@@ -45,7 +45,7 @@ def test_a_provider_made_earlier_is_completed_in_place_and_keeps_what_was_chosen
 
     provider = TracerProvider(resource=Resource.create({"deployment.environment": "test", "nemo.run.id": "mine"}))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    sdk.connect({"traces": provider}, None, OURS).tracer.start_span("x").end()
+    providers.connect({"traces": provider}, None, OURS).tracer.start_span("x").end()
     (span,) = exporter.get_finished_spans()
     attributes = span.resource.attributes
     assert attributes["dl.rank"] == 3
@@ -58,7 +58,7 @@ def test_a_provider_made_earlier_is_completed_in_place_and_keeps_what_was_chosen
 def test_what_the_environment_names_wins(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "llama")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=0f0c8bd3-9c3d-4c44-8a55-0d1c0a4f6a51,team=x")
-    described = sdk._described(Resource.create(), sdk._New(None, OURS, None, None)).attributes
+    described = providers._described(Resource.create(), providers._New(None, OURS, None, None)).attributes
     assert described["service.name"] == "llama"
     assert described["service.instance.id"] == "0f0c8bd3-9c3d-4c44-8a55-0d1c0a4f6a51"
     assert described["team"] == "x"
@@ -67,7 +67,7 @@ def test_what_the_environment_names_wins(monkeypatch):
 
 def test_a_service_name_from_a_flag_wins(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "llama")
-    described = sdk._described(Resource.create(), sdk._New(None, OURS, "flagged", None))
+    described = providers._described(Resource.create(), providers._New(None, OURS, "flagged", None))
     assert described.attributes["service.name"] == "flagged"
 
 

@@ -16,8 +16,9 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
-from megatron_autoinstrument import sdk, spans
-from megatron_autoinstrument.spans import FREQUENT, LIVE, SILENT, span
+from megatron_autoinstrument.export import providers
+from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, SILENT, span
 from megatron_autoinstrument.targets import async_utils
 
 GROUPS = frozenset({"step", "microbatch", "checkpoint"})
@@ -272,7 +273,7 @@ def test_the_thread_hands_records_on_by_itself(recorder, exporter):
 
 
 def test_records_beyond_the_bound_are_dropped_counted_and_reported(recorder, exporter, monkeypatch, caplog):
-    monkeypatch.setattr(spans, "MAX_WAITING", 2)
+    monkeypatch.setattr(recording, "MAX_WAITING", 2)
     step = recorder.begin("megatron.train_step", LIVE)
     with recorder._draining:
         for _ in range(5):
@@ -322,7 +323,7 @@ def elsewhere():
 def test_a_call_that_takes_long_on_another_thread_holds_up_neither_the_others_nor_what_is_inside_it(
     recorder, exporter, monkeypatch, elsewhere, around
 ):
-    monkeypatch.setattr(spans, "MAX_WAITING", 4)
+    monkeypatch.setattr(recording, "MAX_WAITING", 4)
     train = recorder.begin("megatron.train", LIVE)
     step = recorder.begin("megatron.train_step", LIVE) if around == "a step that ends" else None
     long = elsewhere(lambda: recorder.begin("megatron.layer.forward", FREQUENT, {"a": 1}))
@@ -351,7 +352,7 @@ def test_what_is_inside_of_a_call_that_is_still_running_names_it_whoever_makes_t
 ):
     provider = TracerProvider(id_generator=RandomIdGenerator() if generator != "ours" else None)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     calls = [recorder.begin(f"call {depth}", SILENT if depth == 1 else FREQUENT) for depth in range(4)]
     recorder.end(calls[3], ValueError("bad"))
     recorder.drain()
@@ -386,7 +387,7 @@ def test_what_runs_on_another_thread_at_the_end_of_the_process_ends_there_also_i
 
 
 def test_open_calls_that_nobody_ends_are_bounded(recorder, exporter, monkeypatch):
-    monkeypatch.setattr(spans, "MAX_WAITING", 4)
+    monkeypatch.setattr(recording, "MAX_WAITING", 4)
     for _ in range(10):
         recorder.begin("megatron.layer.forward", FREQUENT)
         recorder.current = None  # a fault of ours
@@ -411,7 +412,7 @@ def test_a_call_on_another_thread_is_recorded_as_its_group_says(recorder, export
 
 
 def test_an_exporter_that_never_answers_bounds_the_exit(recorder, monkeypatch, caplog):
-    monkeypatch.setattr("megatron_autoinstrument.sdk._THEIRS_EXIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("megatron_autoinstrument.export.providers._THEIRS_EXIT_TIMEOUT_S", 0.2)
     recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
     go_on, answered = threading.Event(), []
     monkeypatch.setattr(recorder._connection, "flush_spans", lambda final: (go_on.wait(60), answered.append(True)))
@@ -614,10 +615,10 @@ def test_the_text_of_an_error_is_bounded(recorder, exporter):
 
 
 def test_instrumenting_anew_inside_a_dropped_step_does_not_silence_what_comes_after(recorder, provider, exporter):
-    recorder.connect_by(lambda: sdk.connect({"traces": TracerProvider(sampler=ALWAYS_OFF)}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": TracerProvider(sampler=ALWAYS_OFF)}, None, {}))
     step = recorder.begin("megatron.train_step", LIVE, None, ((1, 0, "megatron.train_step", 1, 0), 0), 1)
     assert recorder.begin("megatron.optimizer_step", LIVE) is None
-    recorder.connect_by(lambda: sdk.connect({"traces": provider}, None, {}))
+    recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     recorder.end(step)
     assert recorder.muted == 0
     recorder.end(recorder.begin("megatron.evaluate", LIVE))
@@ -628,7 +629,7 @@ def test_connecting_a_thousand_times_leaves_nothing_behind_on_the_providers(reco
     reader = PeriodicExportingMetricReader(exporter_of_metrics := ConsoleMetricExporter(), 3_600_000)
     meters, tracers = MeterProvider([reader]), TracerProvider()
     for _ in range(1100):
-        recorder.connect_by(lambda: sdk.connect({"traces": tracers, "metrics": meters}, None, {}))
+        recorder.connect_by(lambda: providers.connect({"traces": tracers, "metrics": meters}, None, {}))
         recorder.settle()
     recorder.disconnect()
     assert len(tracers._active_span_processor._span_processors) == 1

@@ -12,8 +12,13 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from standins import Store
 
-from megatron_autoinstrument import MegatronInstrumentor, config, ids, instrumentor, patching, ranks, traces
-from megatron_autoinstrument.spans import LIVE
+from megatron_autoinstrument import MegatronInstrumentor, instrumentor
+from megatron_autoinstrument.export import ids
+from megatron_autoinstrument.megatron import patching
+from megatron_autoinstrument.process import ranks, strategies
+from megatron_autoinstrument.recording import traces
+from megatron_autoinstrument.recording.recorder import LIVE
+from megatron_autoinstrument.settings import config
 from megatron_autoinstrument.targets import p2p_communication, schedules
 from megatron_autoinstrument.targets import training as target_of_training
 
@@ -395,7 +400,7 @@ def test_whether_another_rank_records_is_known_from_the_strategy(monkeypatch, en
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MEGATRON_OTEL_RANK_STRATEGY", strategy)
     settings = config.from_environment(ranks.current())
-    assert [rank for rank in range(4) if ranks.records(rank, settings)] == recording
+    assert [rank for rank in range(4) if strategies.records(rank, settings)] == recording
 
 
 @pytest.mark.parametrize(("previous", "linked"), [(6, True), ([6, 7], False)])
@@ -407,7 +412,7 @@ def test_a_receive_that_is_called_by_keyword_alone_finds_its_sender(
     state.get_pipeline_model_parallel_prev_rank = lambda: previous
     monkeypatch.setattr(p2p_communication, "RECORDER", recorder)
     monkeypatch.setattr(schedules, "RECORDER", recorder)
-    monkeypatch.setattr(ranks, "recording", lambda rank: True)
+    monkeypatch.setattr(strategies, "recording", lambda rank: True)
     step = recorder.begin("megatron.train_step", LIVE, None, ((1, 7, "megatron.train_step", 1, 0), 0))
     monkeypatch.setattr(schedules, "running", schedules.Pass(True, {"num_microbatches": 4}))
 
@@ -432,7 +437,7 @@ def send_backward_recv_forward(input_tensor_grad, tensor_shape, config, is_first
 
 @pytest.mark.parametrize("fault", [None, "a call fails", "no function", "microbatches"])
 def test_links_are_told_from_numbers_only_where_every_call_is_counted(fake_module, monkeypatch, recorder, fault):
-    monkeypatch.setattr("megatron_autoinstrument.patching.reraise_internal_errors", False)
+    monkeypatch.setattr("megatron_autoinstrument.megatron.patching.reraise_internal_errors", False)
     state = fake_module("megatron.core.parallel_state")
     state.get_pipeline_model_parallel_prev_rank = lambda: 6
     state.get_pipeline_model_parallel_rank, state.get_pipeline_model_parallel_world_size = (lambda: 1), (lambda: 2)
@@ -443,7 +448,7 @@ def test_links_are_told_from_numbers_only_where_every_call_is_counted(fake_modul
     fake_module("megatron.core.pipeline_parallel.schedules", source)
     for target in (p2p_communication, schedules):
         monkeypatch.setattr(target, "RECORDER", recorder)
-    monkeypatch.setattr(ranks, "recording", lambda rank: True)
+    monkeypatch.setattr(strategies, "recording", lambda rank: True)
     seams = [
         seam
         for seam in (*p2p_communication.SEAMS, *schedules.SEAMS)

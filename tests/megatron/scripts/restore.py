@@ -16,7 +16,9 @@ import sys
 import pretrain_tiny_gpt
 import wrapt
 
-from megatron_autoinstrument import MegatronInstrumentor, groups, instrumentor, patching
+from megatron_autoinstrument import MegatronInstrumentor, instrumentor
+from megatron_autoinstrument.common import groups
+from megatron_autoinstrument.megatron import patching
 from megatron_autoinstrument.targets import SEAMS
 
 CONTROL = os.environ.get("CONTROL") == "1"

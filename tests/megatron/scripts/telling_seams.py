@@ -1,6 +1,6 @@
 """Trains the tiny GPT and says in the end which of the functions that are wrapped were called."""
 
-from megatron_autoinstrument.patching import Hook
+from megatron_autoinstrument.megatron.patching import Hook
 from megatron_autoinstrument.targets import SEAMS
 
 called = set()

@@ -13,8 +13,9 @@ import types
 import pretrain_tiny_gpt
 from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 
-from megatron_autoinstrument import MegatronInstrumentor, direct, encode, instrumentor, sdk
-from megatron_autoinstrument.spans import RECORDER
+from megatron_autoinstrument import MegatronInstrumentor, instrumentor
+from megatron_autoinstrument.export import direct, encode, providers
+from megatron_autoinstrument.recording.recorder import RECORDER
 from megatron_autoinstrument.targets import arguments
 
 LOOKING = 4  # steps, an evaluation among them
@@ -83,7 +84,7 @@ def say(line):
 
 
 def name_of(code):
-    return f"{code.co_filename.rpartition('megatron_autoinstrument/')[2]}:{code.co_qualname}"
+    return f"{code.co_filename.rpartition('/')[2]}:{code.co_qualname}"
 
 
 hits, step, forward_step = {}, 0, pretrain_tiny_gpt.forward_step
@@ -125,7 +126,7 @@ def boundary():
             MegatronInstrumentor().uninstrument()
     messages.clear()
     direct._given_up = False  # as in a process of its own
-    sdk._told.clear()
+    providers._told.clear()
     trace_exporter.encode_spans = encode_spans
     encode._seen.clear()
     encode._encoding.clear()

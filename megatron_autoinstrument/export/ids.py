@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 
-from megatron_autoinstrument import ranks, store
-from megatron_autoinstrument.environment_variables import NEMO_LENS_RUN_ID
-from megatron_autoinstrument.private_random import GENERATOR, random_span_id
+from megatron_autoinstrument.common.private_random import GENERATOR, random_span_id
+from megatron_autoinstrument.process import ranks, store
+from megatron_autoinstrument.settings.environment_variables import NEMO_LENS_RUN_ID
 from megatron_autoinstrument.targets import global_vars
 
 

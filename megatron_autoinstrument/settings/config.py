@@ -8,9 +8,11 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, TypeVar
 
-from megatron_autoinstrument import declarative, groups, ranks, sampling
-from megatron_autoinstrument import environment_variables as names
-from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.common import groups
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.process import ranks, strategies
+from megatron_autoinstrument.settings import declarative
+from megatron_autoinstrument.settings import environment_variables as names
 
 _logger = get_logger(__name__)
 _T = TypeVar("_T")
@@ -95,9 +97,9 @@ def from_environment(place: ranks.Rank, warn: bool | None = None, settled: bool 
         enabled=enabled(warn=warn),
         rank_strategy=read(
             names.MEGATRON_OTEL_RANK_STRATEGY,
-            _one_of(ranks.STRATEGIES),
+            _one_of(strategies.RANK_STRATEGIES),
             "single_rank",
-            ranks.STRATEGIES.names,
+            strategies.RANK_STRATEGIES.names,
             alias=names.MEGATRON_OTEL_EXPORT_STRATEGY,
         ),
         export_rank=read(
@@ -113,9 +115,9 @@ def from_environment(place: ranks.Rank, warn: bool | None = None, settled: bool 
         trace_scope=read(names.MEGATRON_OTEL_TRACE_SCOPE, _one_of(("step", "run")), "step", "step, run"),
         sampling_strategy=read(
             names.MEGATRON_OTEL_SAMPLING_STRATEGY,
-            _one_of(sampling.STRATEGIES),
+            _one_of(strategies.SAMPLING_STRATEGIES),
             None,
-            sampling.STRATEGIES.names,
+            strategies.SAMPLING_STRATEGIES.names,
         ),
         ab=read(names.MEGATRON_OTEL_AB, _of_blocks, 0, "0, or a number of steps from 4 on"),
         service_name=flags.get("--otel-service-name"),

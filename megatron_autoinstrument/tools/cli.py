@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_autoinstrument.receiver import ReceivedSpan, Receiver
-from megatron_autoinstrument.semconv import COMBINED, SPAN_GROUPS
+from megatron_autoinstrument.common.semconv import COMBINED, SPAN_GROUPS
+from megatron_autoinstrument.tools.receiver import ReceivedSpan, Receiver
 
 # What the time of a step went to, by span: a label and the character of its bar. Where spans of the table nest, the
 # outer one is counted.

@@ -1,4 +1,4 @@
-"""Which rank this process is, and whether that rank records and exports."""
+"""Which rank this process is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import sys
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from megatron_autoinstrument import store
-from megatron_autoinstrument.registry import Registry
-
-if TYPE_CHECKING:
-    from megatron_autoinstrument.config import Config
+from typing import Any, NamedTuple
 
 
 class Known(IntEnum):
@@ -129,7 +123,7 @@ def _local_rank(rank: int, world_size: int) -> int | None:
     return 0 if number is None and world_size == 1 else number
 
 
-def _on_node(place: Rank) -> tuple[int, int | None] | None:
+def place_on_node(place: Rank) -> tuple[int, int | None] | None:
     """The number of this process on its node, and how many there are; None where nobody tells that can be believed.
     Whoever sets LOCAL_RANK by hand may number devices, or give each process one device, which it knows as number 0."""
     for launcher in _LAUNCHERS:
@@ -150,93 +144,3 @@ def is_helper_process() -> bool:
     return multiprocessing.parent_process() is not None or any(
         argument.startswith("from multiprocessing.") for argument in sys.orig_argv
     )
-
-
-def _single_rank(place: Rank, config: Config) -> bool:
-    last = place.world_size - 1
-    return place.rank == (config.export_rank if 0 <= config.export_rank <= last else last)
-
-
-def sampled(place: Rank, config: Config) -> bool:
-    """Whether `place` is among the share of ranks that MEGATRON_OTEL_EXPORT_SAMPLE_RATE names."""
-    # Multiples of the golden ratio: any rate is met evenly, and never by the same local rank of every node.
-    return place.rank * 0.6180339887498949 % 1.0 < config.export_sample_rate
-
-
-STRATEGIES: Registry[Callable[[Rank, Config], bool]] = Registry(
-    "megatron_autoinstrument_rank_strategy",
-    {
-        "single_rank": _single_rank,
-        "all_ranks": lambda place, config: True,
-        "sampled": sampled,
-        "first_rank_per_node": lambda place, config: place.local_rank == 0,
-    },
-)
-
-
-def register_rank_strategy(name: str, strategy: Callable[[Rank, Config], bool]) -> None:
-    """Makes `strategy` available under `name` to MEGATRON_OTEL_RANK_STRATEGY. An installed package does the same by an
-    entry point `name` in the group `megatron_autoinstrument_rank_strategy`.
-
-    Args:
-        name: What the variable will say.
-        strategy: Tells whether a rank records and exports; it must answer alike wherever it is asked about a rank.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    STRATEGIES.register(name, strategy)
-
-
-recording: Callable[[int], bool] = bool
-"""Whether another rank of this run records, as far as its settings are this rank's; the instrumentor sets it."""
-
-
-def records(rank: int, config: Config) -> bool:
-    """Whether the rank of that number is known to record and export under `config`'s rank strategy, were its settings
-    this process's. Where its number on its node can't be known, it doesn't count for a strategy that asks for that."""
-    place = current()
-    return exports(_other(rank, place, _per_node(place)), config)
-
-
-def is_first(place: Rank, config: Config) -> bool:
-    """Whether `place` is the one that speaks for all that record: the first of them, as far as they are known."""
-    per_node = _per_node(place)
-    return not any(exports(_other(rank, place, per_node), config) for rank in range(place.rank))
-
-
-def _per_node(place: Rank) -> int | None:
-    found = _on_node(place)
-    return found[1] if found is not None else None
-
-
-def _other(rank: int, place: Rank, per_node: int | None) -> Rank:
-    return Rank(rank, place.world_size, rank % per_node if per_node else None)
-
-
-def exports(place: Rank, config: Config) -> bool:
-    """Whether `place` records and exports under `config`'s rank strategy."""
-    return bool(STRATEGIES.get(config.rank_strategy)(place, config))
-
-
-_BY_RANK = ("single_rank", "all_ranks", "sampled")  # the strategies that don't ask for the local rank
-
-
-def chosen(config: Config, last: bool = False) -> bool:
-    """Whether this process records and exports, as far as that can be known now. Where nobody tells its number on its
-    node, and `config`'s strategy asks for that, the processes of a node draw numbers once torch.distributed is
-    initialised; before that, each may be the first.
-
-    Args:
-        last: Whether it won't be asked again.
-    """
-    place, known = look()
-    if known is Known.GUESSED:
-        return True
-    if config.rank_strategy not in _BY_RANK and place.world_size > 1:
-        found = _on_node(place)
-        number = found[0] if found is not None else store.number_on_node()
-        if number is None:
-            number = place.rank if last or store.is_up() else 0
-        place = place._replace(local_rank=number)
-    return exports(place, config)

@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 import wrapt
 
-from megatron_autoinstrument import torch_state
-from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.megatron import torch_state
 
 _logger = get_logger(__name__)
 

@@ -7,9 +7,9 @@ import socket
 import sys
 from typing import Any
 
-from megatron_autoinstrument import environment_variables as names
-from megatron_autoinstrument.finite import is_finite
-from megatron_autoinstrument.ranks import Rank
+from megatron_autoinstrument.common.finite import is_finite
+from megatron_autoinstrument.process.ranks import Rank
+from megatron_autoinstrument.settings import environment_variables as names
 from megatron_autoinstrument.targets import global_vars
 
 # Attribute: Megatron's argument.

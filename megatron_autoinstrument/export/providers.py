@@ -34,11 +34,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
-from megatron_autoinstrument import declarative, encode, exporting, ids, standard
-from megatron_autoinstrument.metrics import SPANS_DROPPED
-from megatron_autoinstrument.redact import get_logger
-from megatron_autoinstrument.sampling import drops_what_is_inside
-from megatron_autoinstrument.traces import Traces, trace_id
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.export import encode, ids, losses
+from megatron_autoinstrument.export.metrics import SPANS_DROPPED
+from megatron_autoinstrument.export.sampling import drops_what_is_inside
+from megatron_autoinstrument.recording.traces import Traces, trace_id
+from megatron_autoinstrument.settings import declarative, standard
 from megatron_autoinstrument.version import __version__
 
 _logger = get_logger(__name__)
@@ -80,11 +81,9 @@ class Connection:
         """Whether a span can be given the id that it is to have."""
         self._hand_on: Callable[[], bool] = lambda: True
         self._watch: _Watch | None = None
-        self._ended = exporting.Tally()
+        self._ended = losses.Tally()
         self.direct = _direct(self.tracer, lambda: self.closed, self._ended)
-        self._exports = {
-            name: exporting.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()
-        }
+        self._exports = {name: losses.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()}
         counter = (SPANS_DROPPED, "{span}", "Spans that were recorded and not exported")
         try:
             self._lost = self.meter.create_counter(*counter)
@@ -149,7 +148,7 @@ class Connection:
         if provider is None:
             return
         try:
-            watches = [holder for holder in exporting.holders(provider) or () if isinstance(holder, _Watch)]
+            watches = [holder for holder in losses.holders(provider) or () if isinstance(holder, _Watch)]
             self._watch = watches[0] if watches else _Watch()
             self._watch.serve(self, hand_on, self._ended)
             if not watches:
@@ -274,7 +273,7 @@ class Connection:
 class _Watch(sdk_trace.SpanProcessor):
     """What sees a tracer provider flushed, shut down, and handed spans; one for each, as it can't be taken back."""
 
-    def serve(self, connection: Connection, hand_on: Callable[[], bool], ended: exporting.Tally) -> None:
+    def serve(self, connection: Connection, hand_on: Callable[[], bool], ended: losses.Tally) -> None:
         """Works for `connection` from now on."""
         self._connection = weakref.ref(connection)
         self._hand_on = hand_on
@@ -375,7 +374,7 @@ def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
         behind = _behind(provider, signal)
         _complete(behind, new, signal)
         # In a forked child their readers start again and repeat what this rank has recorded, as this rank.
-        for reader in (exporting.holders(behind) or ()) if signal.name == METRICS else ():
+        for reader in (losses.holders(behind) or ()) if signal.name == METRICS else ():
             _silent_in_children(getattr(reader, "_exporter", None), _without_ours)
         for variable in ("EXPORTER" if new.exporter else "", "SAMPLING_STRATEGY" if new.sampler else ""):
             if variable:
@@ -400,7 +399,7 @@ def _is_unset(thing: Any, signal: _Signal) -> bool:
 
 def _is_empty(provider: Any) -> bool:
     """Whether it is known to have nothing that it could hand anything to."""
-    holders = exporting.holders(provider)
+    holders = losses.holders(provider)
     return holders is not None and all(isinstance(holder, _Watch) for holder in holders)
 
 
@@ -443,8 +442,8 @@ def _build(signal: _Signal, new: _New) -> Any:
     """
     if declarative.is_set():
         provider = declarative.provider(signal.name, lambda resource: _described(resource, new))
-        for holder in exporting.holders(provider) or ():
-            _silent_in_children(exporting.exporter_of(holder))
+        for holder in losses.holders(provider) or ():
+            _silent_in_children(losses.exporter_of(holder))
         atexit.unregister(provider.shutdown)  # it has no bound; our own exit has
     else:
         with standard.told_once():  # to import the SDK's logs makes a resource
@@ -689,10 +688,10 @@ _SIGNALS = {
 }
 
 
-def _direct(tracer: Any, is_closed: Callable[[], bool], ended: exporting.Tally) -> Any:
+def _direct(tracer: Any, is_closed: Callable[[], bool], ended: losses.Tally) -> Any:
     """The shorter way for its spans, where this SDK has what that is made of."""
     try:
-        from megatron_autoinstrument.direct import Direct
+        from megatron_autoinstrument.export.direct import Direct
     except ImportError as error:
         if "direct" not in _told:
             _told.add("direct")

@@ -17,14 +17,14 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SynchronousMultiSpanProc
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.trace import Link, SpanContext, TraceFlags
 
-from megatron_autoinstrument import encode
-from megatron_autoinstrument.exporting import Tally, exporter_of, inner_of, is_as_shipped, is_patched
-from megatron_autoinstrument.finite import finite
-from megatron_autoinstrument.ids import PrivateIdGenerator
-from megatron_autoinstrument.private_random import random_span_id
+from megatron_autoinstrument.common.finite import finite
+from megatron_autoinstrument.common.private_random import random_span_id
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.export import encode
+from megatron_autoinstrument.export.ids import PrivateIdGenerator
+from megatron_autoinstrument.export.losses import Tally, exporter_of, inner_of, is_as_shipped, is_patched
+from megatron_autoinstrument.export.sampling import keeps_roots, keeps_what_is_inside
 from megatron_autoinstrument.recording.record import Record, linked
-from megatron_autoinstrument.redact import get_logger
-from megatron_autoinstrument.sampling import keeps_roots, keeps_what_is_inside
 
 _logger = get_logger(__name__)
 

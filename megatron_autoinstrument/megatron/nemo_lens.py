@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 
-from megatron_autoinstrument import config
+from megatron_autoinstrument.settings import config
 
 
 def is_here() -> bool:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_autoinstrument.groups import GROUPS, PRESETS
+from megatron_autoinstrument.common.groups import GROUPS, PRESETS
 
 MODULE = "megatron.training.arguments"
 """Megatron's module that makes the parser."""

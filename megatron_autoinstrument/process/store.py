@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.common.redact import get_logger
 
 _logger = get_logger(__name__)
 

@@ -19,10 +19,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from megatron_autoinstrument import patching
-from megatron_autoinstrument.exporting import is_as_shipped, is_of_this_package
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.export.losses import is_as_shipped, is_of_this_package
+from megatron_autoinstrument.megatron import patching
 from megatron_autoinstrument.recording.record import Record, linked
-from megatron_autoinstrument.redact import get_logger
 from megatron_autoinstrument.version import __version__
 
 _logger = get_logger(__name__)

@@ -26,19 +26,20 @@ from opentelemetry import trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode
 
-from megatron_autoinstrument import patching, redact
-from megatron_autoinstrument.finite import finite
-from megatron_autoinstrument.patching import Arguments, Function, Hook, argument
-from megatron_autoinstrument.private_random import random_span_id
+from megatron_autoinstrument.common import redact
+from megatron_autoinstrument.common.finite import finite
+from megatron_autoinstrument.common.private_random import random_span_id
+from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.common.semconv import FINALIZED, SPAN_GROUPS
+from megatron_autoinstrument.megatron import patching
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, argument
 from megatron_autoinstrument.recording.journal import Journal
 from megatron_autoinstrument.recording.journal import create as create_journal
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked, open_record
-from megatron_autoinstrument.redact import get_logger
-from megatron_autoinstrument.semconv import FINALIZED, SPAN_GROUPS
-from megatron_autoinstrument.traces import Identity, Traces, span_id
+from megatron_autoinstrument.recording.traces import Identity, Traces, span_id
 
 if TYPE_CHECKING:
-    from megatron_autoinstrument.sdk import Connection
+    from megatron_autoinstrument.export.providers import Connection
 
 _logger = get_logger(__name__)
 

@@ -13,8 +13,8 @@ from threading import get_ident
 from types import FunctionType
 from typing import Any
 
+from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.recording.record import Record
-from megatron_autoinstrument.redact import get_logger
 
 _logger = get_logger(__name__)
 

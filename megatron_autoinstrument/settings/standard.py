@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
-from megatron_autoinstrument.redact import get_logger
+from megatron_autoinstrument.common.redact import get_logger
 
 _logger = get_logger(__name__)
 
