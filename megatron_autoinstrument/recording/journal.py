@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
-from struct import Struct
+from struct import Struct, error
 from time import monotonic_ns, time_ns
 from typing import Any, NamedTuple, Protocol
 
@@ -84,8 +84,8 @@ _HEADER, _SLOT = (Struct("<" + "".join(fields.values())) for fields in (HEADER, 
 _AT, _IN_SLOT = _offsets(HEADER), _offsets(SLOT)
 SLOT_BYTES = _SLOT.size
 # What a call begins with: kind, flags and thread are one number, which is worked out once.
-_BEGIN = Struct("<Qqqq16sQQqqQ")
-_BEGIN_PLAIN = Struct("<Qqqq16sQQ16xQ")  # of a call that has no numbers
+_pack_into = Struct("<Qq8xq16sQQqqQ").pack_into
+pack_plain_into = Struct("<Qq8xq16sQQ16xQ").pack_into  # of a call that has no numbers
 # Calls that are being written may be so many: as many threads do so at once.
 AT_ONCE = 16
 
@@ -154,28 +154,55 @@ class Journal:
         """
         self.path = path
         self._pid = os.getpid()
-        self._memory = memory
-        self._words = memoryview(memory).cast("q")
+        self.memory = memory
+        self.words = memoryview(memory).cast("q")
+        """What is in the memory, in words of 8 bytes."""
         self._kinds: dict[Kind, int] = {}
         self._order: list[Kind] = []
         self._free = deque(range(KEPT_SLOTS))  # kept slots, the one that ended first before the others
         self._shapes = _Shapes(self.kind)
-        header = [MAGIC, VERSION, SLOT_BYTES, HEADER_BYTES, _KEPT_AT, _RING_AT, KEPT_SLOTS, RING_SLOTS, 0, 1, 0]
+        header = [MAGIC, VERSION, SLOT_BYTES, HEADER_BYTES, _KEPT_AT, RING_AT, KEPT_SLOTS, RING_SLOTS, 0, 1, 0]
         header += [os.getpid(), _process_start("self"), 0, 0, monotonic_ns(), time_ns(), b""]
         _HEADER.pack_into(memory, 0, *header)
         self.kind(OTHER)
-        self.begin, self.end = _ring(memory, self._words, count(1), self._shapes)  # several threads draw from it
+        self.numbers = count(1)
+        """Of the calls in the ring; several threads draw from it."""
+        self.latest = 0
+        """The latest of them."""
+        self.plain: dict[str, int] = {}
+        """Of calls without attributes that have been written: the number of their kind by their name."""
 
-    begin: Callable[[Call, int, int], int]
-    """Writes that a call begins, and returns its number.
+    def begin(self, call: Call, parent_id: int, thread: int) -> int:
+        """Writes that a call begins, and returns its number.
 
-    Args:
-        call: The call. Numbers and truths of its attributes are written.
-        parent_id: 0: it is nobody's child.
-        thread: 0: the training thread.
-    """
-    end: Callable[[int, int], None]
-    """Writes that the call of this number ended at this time, by the monotonic clock."""
+        Args:
+            call: The call. Numbers and truths of its attributes are written.
+            parent_id: 0: it is nobody's child.
+            thread: 0: the training thread.
+        """
+        self.latest = number = next(self.numbers)
+        self.write(RING_AT + (number & MASK) * SLOT_BYTES, number, call, parent_id, thread)
+        return number
+
+    def write(self, at: int, number: int, call: Call, parent_id: int, thread: int = 0) -> None:
+        """Writes into the slot at this place of the memory that the call of this number begins."""
+        name, attributes = call.name, call.attributes
+        what, first, second = self._shapes.of(name, attributes)
+        if not attributes:
+            self.plain[name] = what
+        if thread:
+            what |= (thread & 0xFFFF_FFFF) << 32
+        begun, offset, trace, span_id = call.begun, call.offset, call.trace or NO_TRACE, call.span_id
+        try:
+            _pack_into(self.memory, at, what, begun, offset, trace, span_id, parent_id, first, second, number)
+        except error:  # a number that has no place
+            ids, numbers = (trace, span_id, parent_id), (_number(first), _number(second))
+            _pack_into(self.memory, at, what, begun, offset, *ids, *numbers, number)
+
+    def end(self, number: int, ended: int) -> None:
+        """Writes that the call of this number ended at this time, by the monotonic clock."""
+        if self.latest - number < SURE:  # else it is overwritten
+            self.words[FIRST_END + (number & MASK) * SLOT_WORDS] = ended
 
     def kind(self, kind: Kind) -> int:
         """The number that stands for `kind` in a slot; 0 where there is no place for another."""
@@ -190,8 +217,8 @@ class Journal:
                 written, table = len(lines), b"".join(lines)
                 while len(table) > KINDS_BYTES:
                     table = table[: -len(lines.pop())]
-                self._memory[HEADER_BYTES : HEADER_BYTES + len(table)] = table
-                self._words[_AT["kinds_bytes"] // 8] = len(table)  # last: a reader takes no half of a line
+                self.memory[HEADER_BYTES : HEADER_BYTES + len(table)] = table
+                self.words[_AT["kinds_bytes"] // 8] = len(table)  # last: a reader takes no half of a line
             if number >= len(lines):
                 number = 0
             self._kinds[kind] = number
@@ -200,13 +227,13 @@ class Journal:
     def describe(self, rank: int, world_size: int, run: int, run_id: str) -> None:
         """Says which rank of which run this is."""
         for name, value in (("rank", rank), ("world_size", world_size), ("run", run)):
-            Struct("<I").pack_into(self._memory, _AT[name], value & 0xFFFF_FFFF)
-        Struct("<64s").pack_into(self._memory, _AT["run_id"], run_id.encode(errors="replace")[:64])
+            Struct("<I").pack_into(self.memory, _AT[name], value & 0xFFFF_FFFF)
+        Struct("<64s").pack_into(self.memory, _AT["run_id"], run_id.encode(errors="replace")[:64])
 
     def step(self, iteration: int) -> None:
         """Says which iteration is running, and what time it is on both clocks."""
         at = _AT["iteration"] // 8
-        self._words[at], self._words[at + 1], self._words[at + 2] = _number(iteration), monotonic_ns(), time_ns()
+        self.words[at], self.words[at + 1], self.words[at + 2] = _number(iteration), monotonic_ns(), time_ns()
 
     def keep(self, call: Call, parent_id: int) -> int:
         """Like `begin`, for a call that may run long: nothing takes its place while it runs.
@@ -218,32 +245,29 @@ class Journal:
             index = self._free.popleft()
         except IndexError:
             return 0
-        what, first, second = self._shapes.of(call.name, call.attributes)
-        ids = (call.trace or NO_TRACE, call.span_id, parent_id)
-        at = _KEPT_AT + index * SLOT_BYTES
-        _BEGIN.pack_into(self._memory, at, what, call.begun, 0, call.offset, *ids, first, second, index + 1)
+        self.write(_KEPT_AT + index * SLOT_BYTES, index + 1, call, parent_id)
         return -1 - index
 
     def end_kept(self, number: int, ended: int) -> None:
         """Like `end`, for a call that `keep` has given its number. It can be read until its place is needed."""
         index = -1 - number
         end_at = (_KEPT_AT + index * SLOT_BYTES + _IN_SLOT["end"]) // 8
-        if self._words[end_at] == 0:  # else it has been ended already
-            self._words[end_at] = ended
+        if self.words[end_at] == 0:  # else it has been ended already
+            self.words[end_at] = ended
             self._free.append(index)
 
     def end_all(self, ended: int) -> None:
         """Ends what a run has left open that was aborted at any point."""
         for number in (*range(-KEPT_SLOTS, 0), *range(RING_SLOTS)):
             at = _at(number) // 8
-            if self._words[at + _IN_SLOT["number"] // 8] and not self._words[at + _IN_SLOT["end"] // 8]:
-                self._words[at + _IN_SLOT["end"] // 8] = ended
+            if self.words[at + _IN_SLOT["number"] // 8] and not self.words[at + _IN_SLOT["end"] // 8]:
+                self.words[at + _IN_SLOT["end"] // 8] = ended
         self._free = deque(range(KEPT_SLOTS))
 
     def link(self, number: int, trace_id: bytes, span_id: int) -> None:
         """Writes what the call of that number is linked to."""
         if self._has(number):
-            Struct("<16sQ").pack_into(self._memory, _at(number) + _IN_SLOT["link_trace_id"], trace_id, span_id)
+            Struct("<16sQ").pack_into(self.memory, _at(number) + _IN_SLOT["link_trace_id"], trace_id, span_id)
             self._flag(number, LINKED)
 
     def fail(self, number: int) -> None:
@@ -252,11 +276,11 @@ class Journal:
             self._flag(number, ERROR)
 
     def _flag(self, number: int, flag: int) -> None:
-        self._memory[_at(number) + _IN_SLOT["flags"]] |= flag
+        self.memory[_at(number) + _IN_SLOT["flags"]] |= flag
 
     def _has(self, number: int) -> bool:
         """Whether the place of the call of that number is its own still."""
-        found: int = self._words[(_at(number) + _IN_SLOT["number"]) // 8]
+        found: int = self.words[(_at(number) + _IN_SLOT["number"]) // 8]
         return found == (number if number > 0 else -number) != 0
 
     def remove(self) -> None:
@@ -268,18 +292,27 @@ class Journal:
 
 
 _KEPT_AT = HEADER_BYTES + KINDS_BYTES
-_RING_AT = _KEPT_AT + KEPT_SLOTS * SLOT_BYTES
+RING_AT = _KEPT_AT + KEPT_SLOTS * SLOT_BYTES
+# Of the call `number`: the place is RING_AT + (number & MASK) * SLOT_BYTES, and among the words, that of its end is
+# FIRST_END + (number & MASK) * SLOT_WORDS. It is still its own if less than SURE have begun since.
+MASK, SURE = RING_SLOTS - 1, RING_SLOTS - AT_ONCE
+FIRST_END, SLOT_WORDS = (RING_AT + _IN_SLOT["end"]) // 8, SLOT_BYTES // 8
 
 
 def size() -> int:
     """Of a journal, in bytes."""
-    return _RING_AT + RING_SLOTS * SLOT_BYTES
+    return RING_AT + RING_SLOTS * SLOT_BYTES
 
 
 def _at(number: int) -> int:
     if number < 0:
         return _KEPT_AT + (-1 - number) * SLOT_BYTES
-    return _RING_AT + (number & (RING_SLOTS - 1)) * SLOT_BYTES
+    return RING_AT + (number & MASK) * SLOT_BYTES
+
+
+_Shape = tuple[int, "str | None", "str | None", tuple[tuple[str, bool], ...]]
+"""Of the first call with certain attributes: the number of its kind, the names of its two numbers, and attributes that
+are the same in all of that kind. (A named tuple takes much longer to read.)"""
 
 
 class _Shapes:
@@ -289,32 +322,34 @@ class _Shapes:
         self._number_of = number_of
         self._known: dict[tuple[str, ...], _Shape] = {}
 
-    def of(self, name: str, attributes: Mapping[str, Any] | None) -> tuple[int, int, int]:
-        """The number of its kind, and its numbers; 0 where it has none."""
-        key = (name, *attributes) if attributes else (name,)
-        shape = self._known.get(key)
-        if shape is None:
-            shape = self._known[key] = self._shape(name, attributes or {})
-        elif shape.constant and any(attributes[key] is not value for key, value in shape.constant):  # type: ignore[index]
-            shape = self._shape(name, attributes or {})
-        if attributes is None or shape.first is None:
-            return shape.number, 0, 0
-        second = 0 if shape.second is None else _number(attributes[shape.second])
-        return shape.number, _number(attributes[shape.first]), second
+    def of(self, name: str, attributes: Mapping[str, Any] | None) -> tuple[int, Any, Any]:
+        """The number of its kind, and its numbers: ints of any size; 0 where it has none."""
+        if not attributes:
+            attributes = _NONE
+        key = (name, *attributes)
+        try:
+            kind, first, second, constant = self._known[key]
+        except KeyError:
+            kind, first, second, constant = self._known[key] = self._shape(name, attributes)
+        for at, value in constant:
+            if attributes[at] is not value:
+                kind, first, second, constant = self._shape(name, attributes)
+                break
+        one: Any
+        two: Any
+        if first is None or type(one := attributes[first]) is not int:
+            one = 0
+        if second is None or type(two := attributes[second]) is not int:
+            two = 0
+        return kind, one, two
 
     def _shape(self, name: str, attributes: Mapping[str, Any]) -> _Shape:
         first, second = (*(key for key, value in attributes.items() if _is_number(value)), None, None)[:2]
         constant = tuple((key, value) for key, value in attributes.items() if type(value) is bool)
-        return _Shape(self._number_of(Kind(name, first, second, constant)), first, second, constant)
+        return self._number_of(Kind(name, first, second, constant)), first, second, constant
 
 
-class _Shape(NamedTuple):
-    """Of the first call with certain attributes: the number of its kind, and what that says of them."""
-
-    number: int
-    first: str | None
-    second: str | None
-    constant: tuple[tuple[str, bool], ...]
+_NONE: Mapping[str, Any] = {}
 
 
 def _is_number(value: Any) -> bool:
@@ -322,42 +357,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> int:
-    return value if type(value) is int and -_MOST < value < _MOST else 0
+    return value if _is_number(value) else 0
 
 
 _MOST = 1 << 63
-
-
-def _ring(
-    memory: mmap.mmap, words: memoryview, numbers: Iterator[int], shapes: _Shapes
-) -> tuple[Callable[[Call, int, int], int], Callable[[int, int], None]]:
-    """The hot path: functions that find all they need in their closures."""
-    pack_into, pack_plain_into, shape_of = _BEGIN.pack_into, _BEGIN_PLAIN.pack_into, shapes.of
-    plain: dict[str, int] = {}  # of calls without attributes
-    start, slot, mask, most = _RING_AT, SLOT_BYTES, RING_SLOTS - 1, RING_SLOTS - AT_ONCE
-    end_at, slot_words = (_RING_AT + _IN_SLOT["end"]) // 8, SLOT_BYTES // 8
-    latest = 0
-
-    def begin(call: Call, parent_id: int, thread: int) -> int:
-        nonlocal latest
-        latest = number = next(numbers)
-        at = start + (number & mask) * slot
-        name, trace, span_id = call.name, call.trace or NO_TRACE, call.span_id
-        if call.attributes or thread or name not in plain:
-            what, first, second = shape_of(name, call.attributes)
-            if not call.attributes:
-                plain[name] = what
-            what |= (thread & 0xFFFF_FFFF) << 32
-            pack_into(memory, at, what, call.begun, 0, call.offset, trace, span_id, parent_id, first, second, number)
-        else:
-            pack_plain_into(memory, at, plain[name], call.begun, 0, call.offset, trace, span_id, parent_id, number)
-        return number
-
-    def end(number: int, ended: int) -> None:
-        if latest - number < most:  # else it is overwritten
-            words[end_at + (number & mask) * slot_words] = ended
-
-    return begin, end
 
 
 def create() -> Journal:
@@ -465,7 +468,7 @@ def read(data: bytes) -> Contents:
         Kind(name, first, second, tuple(constant.items())) for name, first, second, constant in map(json.loads, lines)
     ]
     kept = [slot for slot in _slots(data, _KEPT_AT, KEPT_SLOTS) if slot.number]
-    ring = list(_slots(data, _RING_AT, RING_SLOTS))
+    ring = list(_slots(data, RING_AT, RING_SLOTS))
     oldest = max(0, max(slot.number for slot in ring) - RING_SLOTS + AT_ONCE)  # what is older may be half overwritten
     ring = [slot for slot in ring if slot.number > oldest]
     return Contents(header, kinds, sorted(kept + ring, key=lambda slot: slot.begin))

@@ -28,12 +28,22 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, Sta
 
 from megatron_autoinstrument.common import redact
 from megatron_autoinstrument.common.finite import finite
-from megatron_autoinstrument.common.private_random import random_span_id
+from megatron_autoinstrument.common.private_random import GENERATOR, random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.common.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.megatron import patching
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, argument
-from megatron_autoinstrument.recording.journal import Journal
+from megatron_autoinstrument.recording.journal import (
+    FIRST_END,
+    MASK,
+    NO_TRACE,
+    RING_AT,
+    SLOT_BYTES,
+    SLOT_WORDS,
+    SURE,
+    Journal,
+    pack_plain_into,
+)
 from megatron_autoinstrument.recording.journal import create as create_journal
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked, open_record
 from megatron_autoinstrument.recording.traces import Identity, Traces, span_id
@@ -114,6 +124,7 @@ class Recorder:
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
         self._draining_thread = 0
+        self._id_base = GENERATOR.getrandbits(63) | 1 << 63
 
     # ------------------------------------------------------------------------------------------ the hot path
 
@@ -139,14 +150,52 @@ class Recorder:
         parent = self.current
         if parent is None:
             self._training_thread = get_ident()
-        elif parent.name == name:
-            return None
-        elif (thread := get_ident()) != self._training_thread:
-            return self._begin_elsewhere(thread, name, kind, attributes)
-        record = open_record(name, kind, parent, attributes)
-        if identity is not None:
+            record = open_record(name, kind, None, attributes)
             record.identity = identity
-            record.root = root
+            self._begin_coarse(record, root)
+            return record
+        if parent.name == name:
+            return None
+        if (thread := get_ident()) != self._training_thread:
+            return self._begin_elsewhere(thread, name, kind, attributes)
+        # `open_record`, without what a call costs.
+        record = Record()
+        record.name = name
+        record.kind = kind
+        record.parent = parent
+        record.attributes = attributes
+        record.owned = True
+        record.identity = identity
+        record.link = record.root = record.span = record.token = record.error = record.handed_by = record.ended = None
+        record.slot = 0
+        record.begun = begun = monotonic_ns()
+        record.offset = offset = parent.offset
+        record.trace = trace = parent.trace
+        record.span_id = parent_id = parent.span_id
+        journal = self.journal
+        if kind is not FREQUENT or journal is None or len(self._waiting) >= MAX_WAITING:
+            self._begin_coarse(record, root)
+            return record
+        # `_keep` and `_identify`, likewise.
+        record.slot = journal.latest = number = next(journal.numbers)
+        if trace is None:
+            record.span_id = own_id = 0
+        else:
+            record.span_id = own_id = self._id_base ^ number if identity is None else span_id(identity)
+        at = RING_AT + (number & MASK) * SLOT_BYTES
+        if attributes or name not in journal.plain:
+            journal.write(at, number, record, parent_id)
+        else:
+            kind_number = journal.plain[name]
+            pack_plain_into(journal.memory, at, kind_number, begun, offset, trace or NO_TRACE, own_id, parent_id, number)
+        self._waiting.append(record)
+        self.current = record
+        return record
+
+    def _begin_coarse(self, record: Record, root: int | None) -> None:
+        """Does what is to be done for any record that opens, in whatever state all is."""
+        parent, kind = record.parent, record.kind
+        record.root = root
         if kind is not FREQUENT and parent is not None and parent.name in _RUN:
             record.anchor()
         if kind is LIVE:
@@ -160,7 +209,6 @@ class Recorder:
         if root is not None and not self._keeps(record, root):
             self.mute(True)
             self._muted_by = record  # last: who instruments anew between the two resets both
-        return record
 
     def begin_together(self, names: Sequence[str], attributes: dict[str, Any]) -> list[Record] | None:
         """Opens one frequent record for each thing that a call does at once: same parent, same times, the first of
@@ -202,13 +250,14 @@ class Recorder:
         if record is self._muted_by:
             self._muted_by = None
             self.mute(False)
-        if record.slot and (journal := self.journal) is not None:
+        slot, journal = record.slot, self.journal
+        if slot and journal is not None:
             if error is not None:
-                journal.fail(record.slot)
-            if record.slot > 0:
-                journal.end(record.slot, ended)
-            else:
-                journal.end_kept(record.slot, ended)
+                journal.fail(slot)
+            if slot < 0:
+                journal.end_kept(slot, ended)
+            elif journal.latest - slot < SURE:  # as Journal.end, without what a call costs
+                journal.words[FIRST_END + (slot & MASK) * SLOT_WORDS] = ended
         if record.kind is LIVE:
             self._close(record, ended, hold and self._holds)
         record.ended = ended  # last: from here on the thread may take it

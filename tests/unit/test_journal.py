@@ -44,7 +44,7 @@ def book():
 
 
 def contents(book):
-    return journal.read(bytes(book._memory))
+    return journal.read(bytes(book.memory))
 
 
 def test_what_is_written_is_read_back(book):

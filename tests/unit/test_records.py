@@ -374,7 +374,7 @@ def test_the_journal_has_the_ids_that_leave_or_none(ids_of, sent):
     one = recorder.begin("one", FREQUENT)
     for opened in (one, passed, step, run):
         recorder.end(opened)
-    _, kinds, slots = journal.read(bytes(recorder.journal._memory))
+    _, kinds, slots = journal.read(bytes(recorder.journal.memory))
     recorder.flush()
     recorder.abandon()
     provider.shutdown()
