@@ -33,12 +33,15 @@ reraise_internal_errors = False
 """Set by this package's own tests, so that no fault of ours hides behind the guard."""
 
 
-class Hook(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Hook:
     """What a wrapper runs around the original.
 
     `begin(args, kwargs)` returns a token, or None when this call is of no interest. `end(token, result, error)` gets
     that token and what the original returned or raised.
     """
+
+    __slots__ = ("begin", "end")  # a named tuple's fields take many times longer to read
 
     begin: Callable[[Arguments, Mapping[str, Any]], Any]
     end: Callable[[Any, Any, BaseException | None], None]
@@ -96,12 +99,6 @@ class _Patch:
         # A wrapper that is pickled by value passes through where it arrives, also where this package is not installed.
         return SimpleNamespace, (), {"hook": None}
 
-    def end(self, hook: Hook, token: Any, result: Any, error: BaseException | None) -> None:
-        try:
-            hook.end(token, result, error)
-        except Exception:  # noqa: BLE001
-            self.turn_off()
-
     def turn_off(self) -> None:
         """Called from an except clause: our own failure costs the user this one seam and one message."""
         if reraise_internal_errors:
@@ -154,9 +151,15 @@ def _wrap(patch: _Patch, original: Function, call: Function) -> Function:
         try:
             result = call(*args, **kwargs)
         except any_error as error:
-            patch.end(hook, token, None, error)
+            try:
+                hook.end(token, None, error)
+            except ordinary:
+                patch.turn_off()
             raise
-        patch.end(hook, token, result, None)
+        try:
+            hook.end(token, result, None)
+        except ordinary:
+            patch.turn_off()
         return result
 
     made: Any = wrapper

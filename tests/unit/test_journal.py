@@ -318,7 +318,7 @@ def test_what_is_no_journal_is_refused(data):
 def test_the_documentation_names_every_field_in_its_order():
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", DOC, re.MULTILINE)
     assert rows == [*HEADER.items(), *SLOT.items()]
-    for name, value in journal.read(bytes(Journal(mmap.mmap(-1, journal.size()))._memory)).header.items():
+    for name, value in journal.read(bytes(Journal(mmap.mmap(-1, journal.size())).memory)).header.items():
         stated = re.search(rf"^\| `{name}` .*?: (\d+)(?: \||,)", DOC, re.MULTILINE)
         if name in ("slot_bytes", "kinds_at", "kept_at", "ring_at", "kept_slots", "ring_slots", "version"):
             assert int(stated[1]) == value, name
