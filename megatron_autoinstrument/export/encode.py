@@ -46,6 +46,7 @@ _Encoder = Callable[[Sequence[ReadableSpan]], Any]
 _known = lru_cache(4096, typed=True)
 
 _child = Struct(">2s16s2sQ2sQ").pack
+_child_size = len(_child(b"", b"", b"", 0, b"", 0))
 _root = Struct(">2s16s2sQ").pack
 _times = Struct("<sQsQ").pack
 
@@ -84,9 +85,24 @@ def _attribute(key: str, value: Any) -> bytes:
     return _key_value(key, encoded)
 
 
+_double = Struct("<d").pack
+_SMALL = [bytes((number,)) for number in range(128)]  # as varints
+
+
 def _float(key: str, value: float) -> bytes:
     """The same for a float, which seldom comes again, and of which 0.0 and -0.0 are equal."""
-    return _key_value(key, b"\x21" + Struct("<d").pack(value))
+    return _key_value(key, b"\x21" + _double(value))
+
+
+# By the key: what comes before the eight bytes of a float, and before a number that takes one.
+_before: dict[str, tuple[bytes, bytes]] = {}
+
+
+def _add_heads(key: str) -> tuple[bytes, bytes]:
+    heads = _float(key, 0.0)[:-8], _attribute(key, 0)[:-1]
+    if len(_before) < 1024:
+        _before[key] = heads
+    return heads
 
 
 def _key_value(key: str, value: bytes) -> bytes:
@@ -134,16 +150,26 @@ def encode(span: ReadableSpan) -> bytes:
         flags = _REMOTE if parent.is_remote else _LOCAL
     parts = [ids, _name(span._name), _times(_START, span._start_time, _END, span._end_time)]
     if attributes:
-        _add_attributes(parts, attributes)
+        parts.append(_attributes(attributes))
     if links:
         parts += map(_link, links)
     parts += (_STATUS[status.status_code], flags)
     return _framed(parts)
 
 
-def _add_attributes(parts: list[bytes], attributes: Mapping[str, Any]) -> None:
+def _attributes(attributes: Mapping[str, Any]) -> bytes:
+    found = b""
     for key, value in attributes.items():
-        parts.append(_float(key, value) if type(value) is float else _attribute(key, value))
+        kind = type(value)
+        if kind is float or (kind is int and 0 <= value < 128):
+            try:
+                heads = _before[key]
+            except KeyError:
+                heads = _add_heads(key)
+            found += heads[0] + _double(value) if kind is float else heads[1] + _SMALL[value]
+        else:
+            found += _attribute(key, value)
+    return found
 
 
 _LENGTHS = [_varint(length) for length in range(1024)]
@@ -158,18 +184,20 @@ def _framed(parts: list[bytes]) -> bytes:
 _ENDED_WELL, _ENDED_WELL_REMOTE = (_STATUS[StatusCode.UNSET] + flags for flags in (_LOCAL, _REMOTE))
 
 
-class _Named(dict[str, tuple[bytes, bytes]]):
-    """By the name of a span that has neither attributes nor links: what its bytes begin with, and its name's."""
-
-    def __missing__(self, name: str) -> tuple[bytes, bytes]:
-        named = _name(name)
-        length = len(_child(b"", b"", b"", 0, b"", 0)) + len(named) + len(_times(b"", 0, b"", 0)) + len(_ENDED_WELL)
-        if len(self) < 1024:
-            self[name] = _SPAN + _varint(length), named
-        return _SPAN + _varint(length), named
+# By the name of spans that have a parent, and neither attributes nor links: their length, what packs that with the ids,
+# the length as bytes, what packs the rest, and the name as bytes. (A named tuple takes much longer to read.)
+_named: dict[str, tuple[int, Callable[..., bytes], bytes, Callable[..., bytes], bytes]] = {}
 
 
-_named = _Named()
+def _add_name(name: str) -> tuple[int, Callable[..., bytes], bytes, Callable[..., bytes], bytes]:
+    named = _name(name) + _START
+    complete = Struct(f"<{len(named)}sQsQ{len(_ENDED_WELL)}s")
+    length = _child_size + complete.size
+    prefix = _SPAN + _varint(length)
+    found = (length, Struct(f">{len(prefix)}s2s16s2sQ2sQ").pack, prefix, complete.pack, named)
+    if len(_named) < 1024:
+        _named[name] = found
+    return found
 
 
 def encode_record(record: Record) -> bytes:
@@ -179,31 +207,38 @@ def encode_record(record: Record) -> bytes:
         Unusual: it has what is left to the exporter's own encoder.
     """
     live: Any = record.span
-    trace, offset, attributes, link = record.trace, record.offset, record.attributes, record.link
-    prefix, name = _named[record.name]
+    offset, attributes, link = record.offset, record.attributes, record.link
+    try:
+        length, begin, prefix, complete, name = _named[record.name]
+    except KeyError:
+        length, begin, prefix, complete, name = _add_name(record.name)
     # `ended` is known: it was handed on since.
-    times = _times(_START, record.begun + offset, _END, record.ended + offset)  # type: ignore[operator]
+    rest = complete(name, record.begun + offset, _END, record.ended + offset, _ENDED_WELL)  # type: ignore[operator]
     if live is None:
-        ids = _child(_TRACE_ID, trace, _SPAN_ID, record.span_id, _PARENT_ID, record.parent.span_id)  # type: ignore[union-attr]
-        if not attributes and link is None:
-            return b"".join((prefix, ids, name, times, _ENDED_WELL))
-        parts = [ids, name, times, _ENDED_WELL]
+        parent_id = record.parent.span_id  # type: ignore[union-attr]
+        if link is None and not attributes:
+            return begin(prefix, _TRACE_ID, record.trace, _SPAN_ID, record.span_id, _PARENT_ID, parent_id) + rest
+        more = _attributes(attributes) if attributes else b""
         if link is not None:
             to = linked(link)
             if to.trace_state:
                 raise Unusual
-            parts.append(_link_to(to.trace_id, to.span_id, to.is_remote))
+            more += _link_to(to.trace_id, to.span_id, to.is_remote)
+        length += len(more)
+        size = _LENGTHS[length] if length < 1024 else _varint(length)
+        ids = _child(_TRACE_ID, record.trace, _SPAN_ID, record.span_id, _PARENT_ID, parent_id)
+        return b"".join((_SPAN, size, ids, rest, more))
+    _, _, _, parent, _, _, links = live.made_of
+    if parent is None:
+        parts = [_root(_TRACE_ID, record.trace, _SPAN_ID, record.span_id), rest]
     else:
-        _, _, _, parent, _, _, links = live.made_of
-        if parent is None:
-            parts = [_root(_TRACE_ID, trace, _SPAN_ID, record.span_id), name, times, _ENDED_WELL]
-        else:
-            ids = _child(_TRACE_ID, trace, _SPAN_ID, record.span_id, _PARENT_ID, parent.span_id)
-            parts = [ids, name, times, _ENDED_WELL_REMOTE if parent.is_remote else _ENDED_WELL]
-        if links:
-            parts += map(_link, links)
+        parts = [_child(_TRACE_ID, record.trace, _SPAN_ID, record.span_id, _PARENT_ID, parent.span_id), rest]
+        if parent.is_remote:
+            parts[1] = rest[: -len(_ENDED_WELL)] + _ENDED_WELL_REMOTE
+    if links:
+        parts += map(_link, links)
     if attributes:
-        _add_attributes(parts, attributes)
+        parts.append(_attributes(attributes))
     return _framed(parts)
 
 

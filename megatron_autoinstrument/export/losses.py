@@ -199,6 +199,9 @@ class Export(logging.Filter):
     def _of_scope(self, batch: Any) -> int:
         if self._signal != "traces":
             return 0
+        records = list(map(type, batch)).count(Record)
+        if records == len(batch):
+            return records
         return sum(
             type(span) is Record or getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope
             for span in batch
