@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
+from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SynchronousMultiSpanProcessor, Tracer
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
@@ -30,6 +31,7 @@ _logger = get_logger(__name__)
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
+_SURE = frozenset({bool, int, str})  # those of them that are finite
 
 
 _given_up = False
@@ -63,6 +65,7 @@ class Direct:
         self._is_closed = is_closed
         self._ended = ended
         self._takers: tuple[Callable[[Any], None], ...] = ()  # the queues that take a record in place of a span
+        self._taker: Callable[[Any], None] | None = None  # the only one
         self._seen: Any = None  # the processors that there were at the last look
         self.possible = False
         self.look()
@@ -77,7 +80,7 @@ class Direct:
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
                 return
-        self._takers = takers
+        self._takers, self._taker = takers, takers[0] if len(takers) == 1 else None
         self.possible = possible
 
     def _queues(self) -> tuple[Callable[[Any], None], ...]:
@@ -90,12 +93,12 @@ class Direct:
                 return ()
             if is_patched(one) or is_patched(inner) or not encode.encodes_for(exporter_of(one)):
                 return ()
-        return tuple(one.on_end for one in processors)
+        return tuple(_taker(one) for one in processors)
 
     def _give_up(self, error: Exception) -> None:
         """This SDK is another than those that are known: every span is the tracer's from here on, in this process."""
         global _given_up
-        self.possible, self._takers = False, ()
+        self.possible, self._takers, self._taker = False, (), None
         if not _given_up:
             _given_up = True
             _logger.warning(
@@ -124,7 +127,8 @@ class Direct:
         )
         if possible and not self.possible:
             # Now: to find out later that the SDK's constructor is another would be at a user's call.
-            Live(self, SpanContext(1, 1, False, _SAMPLED), None, "sample", 1, None, ()).behind()
+            outer = _live(self, SpanContext(1, 1, False, _SAMPLED), None, "sample", 1, None, ())
+            _live(self, 1, outer, "sample", 1, None, ()).behind()
         return possible
 
     def _knows(self, processor: Any) -> bool:
@@ -139,7 +143,7 @@ class Direct:
 
     def start(
         self,
-        parent: SpanContext | None,
+        parent: SpanContext | trace.Span | None,
         trace_id: int | None,
         name: str,
         start: int,
@@ -150,7 +154,8 @@ class Direct:
         """Starts a span that may be current. None where the tracer has to.
 
         Args:
-            parent: A span that the sampler was asked about: the SDK's own keep what is inside one that they kept.
+            parent: A span that the sampler was asked about, or its context: the SDK's own keep what is inside one that
+                they kept.
             trace_id: Of the trace whose root it is, where it has no parent.
             name: Of the span.
             start: In ns since the epoch.
@@ -161,6 +166,10 @@ class Direct:
         try:
             if not self._is_possible():
                 return None
+            if type(parent) is Live:
+                return _live(self, span_id or random_span_id(), parent, name, start, attributes, links)
+            if parent is not None and not isinstance(parent, SpanContext):
+                parent = parent.get_span_context()
             if parent is None:
                 if trace_id is None or self._keeps_root is None or not self._keeps_root(trace_id):
                     return None
@@ -169,15 +178,18 @@ class Direct:
                 context = _context(parent, span_id)
             else:
                 return None
-            return Live(self, context, parent, name, start, attributes, links)
+            return _live(self, context, parent, name, start, attributes, links)
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
             return None
 
-    def finish(self, span: Any, end: int | None, attributes: Mapping[str, Any] | None) -> bool:
+    def finish(self, span: Any, end: int, attributes: Mapping[str, Any] | None) -> bool:
         """Ends a span of `start`'s, with these attributes, if nobody has asked it for more than its context so far;
         `hand_on` does the rest."""
-        return type(span) is Live and end is not None and span.finish(end, attributes)
+        if type(span) is not Live:
+            return False
+        ended = (end, attributes)
+        return vars(span).setdefault("state", ended) is ended
 
     def hand_on(self, record: Record) -> bool:
         """Hands on what ended without error. False where the tracer has to. One thread at a time may call it.
@@ -199,11 +211,16 @@ class Direct:
                 self.look()
                 return self.hand_on(record)
             attributes = record.attributes
-            if attributes:
+            if attributes and not _SURE.issuperset(map(type, attributes.values())):
                 record.attributes = attributes = finite(attributes)
                 if not _is_plain(attributes):
                     return False
-            self._take(record, self._ended)
+            if (take := self._taker) is not None:  # what `_take` does
+                record.handed_by = self
+                take(record)
+                self._ended.of_one += 1
+            else:
+                self._take(record, self._ended)
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
             return False
@@ -214,7 +231,7 @@ class Direct:
             raise RuntimeError("The provider was shut down.")
         ended = span.ended
         assert ended is not None
-        attributes = finite(ended.attributes) if ended.attributes else None
+        attributes = finite(ended[1]) if ended[1] else None
         if self._is_possible() and _is_plain(attributes):
             record.attributes = attributes
             try:
@@ -228,21 +245,18 @@ class Direct:
 
     def _take(self, record: Record, count: Tally) -> None:
         takers = self._takers
-        if takers and record.trace is not None:
-            record.handed_by = self
-            taken = 0
-            for take in takers:
-                try:
-                    take(record)
-                    taken += 1
-                except Exception as error:
-                    if not taken:
-                        raise
-                    self._give_up(error)  # the others have it: not once more
-            count.of_one += 1
-        else:
+        if not takers or record.trace is None:
             self._tracer.span_processor.on_end(self.readable(record))
             record.handed_by = self
+            return
+        record.handed_by = self
+        takers[0](record)
+        for take in takers[1:]:
+            try:
+                take(record)
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)  # the others have it: not once more
+        count.of_one += 1
 
     @property
     def resource(self) -> Resource:
@@ -259,7 +273,8 @@ class Direct:
         """The span of a record that was handed on, or is about to be."""
         links: Sequence[Link]
         if type(record.span) is Live:
-            _, _, context, parent, _, _, links = record.span.made_of
+            _, _, _, parent, _, _, links = record.span.made_of
+            context, parent = record.span.get_span_context(), _context_of(parent)
         else:
             assert record.trace is not None
             assert record.parent is not None
@@ -319,13 +334,6 @@ class _Started(Span):
         return span
 
 
-class _Ended(NamedTuple):
-    """How a call ended whose span had been asked for nothing but its context."""
-
-    end: int
-    attributes: Mapping[str, Any] | None
-
-
 class Live(_Started):
     """A span that is current while its call runs. Most are asked for nothing but their context. Where somebody asks for
     more, a span of the SDK's is made, and has the state of this one from then on.
@@ -333,50 +341,48 @@ class Live(_Started):
     Whether that or the end comes first is decided by one `setdefault`: threads and signal handlers need no lock.
     """
 
-    def __init__(
-        self,
-        of: Direct,
-        context: SpanContext,
-        parent: SpanContext | None,
-        name: str,
-        start: int,
-        attributes: Mapping[str, Any] | None,
-        links: Sequence[Link],
-    ) -> None:
-        vars(self).update(_context=context, made_of=(of, name, context, parent, start, attributes, links))
+    made_of: tuple[Direct, str, SpanContext | int, SpanContext | Live | None, int, Any, Sequence[Link]]
+    """What made it, name, context or id, the span around it or that one's context, start, attributes and links."""
 
-    def finish(self, end: int, attributes: Mapping[str, Any] | None) -> bool:
-        """Ends it, if there is no span behind it."""
-        ended = _Ended(end, attributes)
-        return vars(self).setdefault("state", ended) is ended
+    def get_span_context(self) -> SpanContext:
+        own = vars(self)
+        context: SpanContext | None = own.get("_context")
+        if context is None:
+            context = own["made_of"][2]
+            if not isinstance(context, SpanContext):
+                context = _context(_context_of(own["made_of"][3]), context)
+            context = own.setdefault("_context", context)
+        return context
 
     @property
     def ended(self) -> _Ended | None:
         """How it was finished, if it was."""
         state = vars(self).get("state")
-        return state if type(state) is _Ended else None
+        return state if type(state) is tuple else None
 
     def behind(self) -> Span:
         """The SDK's span. Of one that was finished, there is one to be read: it has ended."""
         own = vars(self)
         state = own.get("state") or own.setdefault("state", self._make(None))
-        if type(state) is not _Ended:
+        if type(state) is not tuple:
             return state
         return own.get("late") or own.setdefault("late", self._make(state))
 
     def _make(self, ended: _Ended | None) -> Span:
-        of, name, context, parent, start, attributes, links = self.made_of
+        of, name, _, parent, start, attributes, links = self.made_of
         if ended is not None:
-            attributes = finite(ended.attributes) if ended.attributes else None
-        span = of.make(name, context, parent, attributes, links)
+            attributes = finite(ended[1]) if ended[1] else None
+        span = of.make(name, self.get_span_context(), _context_of(parent), attributes, links)
         span._start_time = start
         if ended is not None:
-            span._end_time = ended.end
+            span._end_time = ended[0]
         return span
 
     def __getattr__(self, name: str) -> Any:
         if "made_of" not in vars(self):  # a copy that is being made
             raise AttributeError(name)
+        if name == "_context":
+            return self.get_span_context()
         return getattr(self.behind(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -385,7 +391,42 @@ class Live(_Started):
     def is_recording(self) -> bool:
         """Whether it has not ended."""
         state = vars(self).get("state")
-        return state is None or (type(state) is not _Ended and state.is_recording())
+        return state is None or (type(state) is not tuple and state.is_recording())
+
+
+def _taker(processor: Any) -> Callable[[Any], None]:
+    """What a batch processor takes a span by that is sampled."""
+    inner = inner_of(processor)
+    # Where that is all that it does with one, as it has been so far.
+    is_all = set(BatchSpanProcessor.on_end.__code__.co_names) == _NAMED_BY_ON_END
+    take: Callable[[Any], None] = inner.emit if is_all and inner is not processor else processor.on_end
+    return take
+
+
+_NAMED_BY_ON_END = {"context", "trace_flags", "sampled", "_batch_processor", "emit"}
+
+
+_Ended = tuple[int, "Mapping[str, Any] | None"]
+"""How a call ended whose span had been asked for nothing but its context: when, and its attributes."""
+
+
+def _live(
+    of: Direct,
+    context: SpanContext | int,
+    parent: SpanContext | Live | None,
+    name: str,
+    start: int,
+    attributes: Mapping[str, Any] | None,
+    links: Sequence[Link],
+) -> Live:
+    """A span that is made of these: past the SDK's constructors, which take most of the time."""
+    span = object.__new__(Live)
+    vars(span)["made_of"] = (of, name, context, parent, start, attributes, links)
+    return span
+
+
+def _context_of(parent: SpanContext | Live | None) -> SpanContext | None:
+    return parent.get_span_context() if type(parent) is Live else parent
 
 
 def _is_plain(attributes: Mapping[str, Any] | None) -> bool:

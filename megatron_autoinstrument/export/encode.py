@@ -214,7 +214,8 @@ def encode_record(record: Record) -> bytes:
         length, begin, prefix, complete, name = _add_name(record.name)
     # `ended` is known: it was handed on since.
     rest = complete(name, record.begun + offset, _END, record.ended + offset, _ENDED_WELL)  # type: ignore[operator]
-    if live is None:
+    around: Any = None if live is None else live.made_of[3]
+    if live is None or type(around) is type(live):  # in a trace of ours
         parent_id = record.parent.span_id  # type: ignore[union-attr]
         if link is None and not attributes:
             return begin(prefix, _TRACE_ID, record.trace, _SPAN_ID, record.span_id, _PARENT_ID, parent_id) + rest
@@ -228,7 +229,7 @@ def encode_record(record: Record) -> bytes:
         size = _LENGTHS[length] if length < 1024 else _varint(length)
         ids = _child(_TRACE_ID, record.trace, _SPAN_ID, record.span_id, _PARENT_ID, parent_id)
         return b"".join((_SPAN, size, ids, rest, more))
-    _, _, _, parent, _, _, links = live.made_of
+    parent, links = around, live.made_of[6]
     if parent is None:
         parts = [_root(_TRACE_ID, record.trace, _SPAN_ID, record.span_id), rest]
     else:

@@ -187,6 +187,10 @@ class Journal:
     def write(self, at: int, number: int, call: Call, parent_id: int, thread: int = 0) -> None:
         """Writes into the slot at this place of the memory that the call of this number begins."""
         name, attributes = call.name, call.attributes
+        if not attributes and not thread and name in self.plain:
+            ids = call.trace or NO_TRACE, call.span_id, parent_id
+            pack_plain_into(self.memory, at, self.plain[name], call.begun, call.offset, *ids, number)
+            return
         what, first, second = self._shapes.of(name, attributes)
         if not attributes:
             self.plain[name] = what

@@ -49,7 +49,7 @@ class Record:
     error: dict[str, str] | None
     span: Span | None
     token: Any
-    """Of the context that it is current in."""
+    """Of the context that it is current in, with that."""
     handed_by: Any
     """The `Direct` that handed it on without a span."""
     slot: int

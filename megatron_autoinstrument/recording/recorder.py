@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import get_ident
@@ -489,16 +489,50 @@ class Recorder:
         return True
 
     def _open(self, record: Record) -> None:
+        """Starts the span of a live record, and makes it current."""
+        connection = self._connection
+        assert connection is not None
+        around = record.parent
+        while around is not None and around.kind is SILENT and around.root is None:
+            around = around.parent
+        within = context_api.get_current()
+        span: trace.Span | None = None
+        if around is not None and around.token is not None and around.token[1] is within and record.root is None:
+            # Nobody has made anything else current, and most are of this kind.
+            if record.trace is not None and record.link is None:
+                own_id = random_span_id() if record.identity is None else span_id(record.identity)
+                start, attributes = record.begun + record.offset, record.attributes
+                if attributes:
+                    attributes = finite(attributes)
+                span = connection.direct.start(around.span, None, record.name, start, attributes, (), own_id)
+        if span is not None:
+            parent_id, record.span_id = record.span_id, own_id
+        else:
+            span = self._start_live(record)
+            if span is None:
+                return
+            parent_id, made = record.span_id, span.get_span_context()
+            record.span_id = made.span_id
+            known = made.trace_flags.sampled and not made.trace_state
+            record.trace = made.trace_id.to_bytes(16, "big") if known else None
+        record.span = span
+        if (journal := self.journal) is not None:
+            record.slot = journal.keep(record, parent_id)
+        if not connection.chooses_ids:
+            record.trace = None
+        context = _context_with(span, within)
+        record.token = (context_api.attach(context), context)
+
+    def _start_live(self, record: Record) -> trace.Span | None:
+        """Starts its span wherever it belongs. None where that fails."""
         assert self._connection is not None
         place = self._place(record)
         described = _described(record, place)
         context: context_api.Context | None = None
         span: trace.Span | None = None
         current = trace.get_current_span().get_span_context()
-        direct = False
         if current is place.parent:
             span = self._connection.direct.start(current, None, *described)
-            direct = span is not None
         elif place.opens_step:
             context = trace.set_span_in_context(trace.INVALID_SPAN)
             span = self._connection.direct.start(None, place.trace, *described)
@@ -512,18 +546,7 @@ class Recorder:
                 if record.root is not None:
                     record.trace, record.span_id = None, 0
                 self._lose(error)
-                return
-        record.span = span
-        parent_id, made = record.span_id, span.get_span_context()
-        record.span_id = made.span_id
-        if not direct or record.trace is None:  # else it is in the trace of what is around
-            known = made.trace_flags.sampled and not made.trace_state
-            record.trace = made.trace_id.to_bytes(16, "big") if known else None
-        if (journal := self.journal) is not None:
-            record.slot = journal.keep(record, parent_id)
-        if not self._connection.chooses_ids:
-            record.trace = None
-        record.token = context_api.attach(trace.set_span_in_context(span))
+        return span
 
     def _place(self, record: Record) -> _Place:
         at: Record | None = record
@@ -552,7 +575,8 @@ class Recorder:
         if (
             self._connection is not None
             and len(self._waiting) < MAX_WAITING
-            and self._connection.direct.finish(span, record.end, record.attributes)
+            and record.ended is not None
+            and self._connection.direct.finish(span, record.ended + record.offset, record.attributes)
         ):
             self._waiting.append(record)
             return
@@ -582,12 +606,13 @@ class Recorder:
             self._get_ready()
         span = record.span
         if record.token is not None:
-            context_api.detach(record.token)  # before a processor of somebody's may fail
+            context_api.detach(record.token[0])  # before a processor of somebody's may fail
         if self._held is not None and (hold or self._held.parent is record):
             self.release()
         if span is None:
             return
-        _mark(span, record, ended + record.offset)
+        if record.error is not None:
+            _mark(span, record, ended + record.offset)
         record.ended = ended  # before another thread may release or take it
         if hold:
             self._held = record
@@ -735,18 +760,7 @@ class Recorder:
         try:
             if self._connection is not None:
                 self._connection.look(final)
-            for record in list(self._unfinished):
-                if record.ended is not None or self._is_lost(record):
-                    with suppress(ValueError):  # the thread that the last drain doesn't wait for has taken it
-                        self._unfinished.remove(record)
-                        self._hand_over(record)
-            while self._waiting:
-                record = self._waiting.popleft()
-                running = record.ended is None and not self._is_lost(record)
-                if running and len(self._unfinished) < MAX_WAITING:
-                    self._unfinished.append(record)
-                else:
-                    self._hand_over(record)
+            self._hand_over(self._over())
             if final:
                 self.dropped += len(self._unfinished)
                 self._unfinished.clear()
@@ -760,25 +774,46 @@ class Recorder:
         """Somebody flushes the provider, or shuts it down. After the last flush of ours, nobody waits any more."""
         return self.drain(seconds=0 if "spans" in self._last else _FOR_A_FLUSH_S)
 
-    def _hand_over(self, record: Record) -> None:
-        """Makes a span of what is over, or counts what is lost."""
-        connection = self._connection
-        try:
-            if record.ended is None:
-                self._drop(record)
-            elif connection is None or connection.closed:
-                self.dropped += 1
-            elif record.error is not None or not connection.direct.hand_on(record):
-                self._emit(record, record.ended + record.offset)
-        except Exception:
-            self._drop(record)  # by a processor or sampler of somebody's
-            _logger.debug("A span could not be handed on", exc_info=True)
-        self._handed = handed = self._handed + 1
-        if handed % _FLUSH_EVERY == 0 and connection is not None:
+    def _over(self) -> Iterator[Record]:
+        """Takes what is over from what waits, and puts aside what is still running."""
+        waiting, unfinished = self._waiting, self._unfinished
+        for record in list(unfinished):
+            if record.ended is not None or self._is_lost(record):
+                try:
+                    unfinished.remove(record)
+                except ValueError:  # the thread that the last drain doesn't wait for has taken it
+                    continue
+                yield record
+        while True:
             try:
-                connection.flush_spans()
+                record = waiting.popleft()
+            except IndexError:
+                return
+            if record.ended is None and not self._is_lost(record) and len(unfinished) < MAX_WAITING:
+                unfinished.append(record)
+            else:
+                yield record
+
+    def _hand_over(self, over: Iterator[Record]) -> None:
+        """Makes spans of what is over, or counts what is lost."""
+        for record in over:
+            connection = self._connection
+            try:
+                if record.ended is None:
+                    self._drop(record)
+                elif connection is None or connection.closed:
+                    self.dropped += 1
+                elif record.error is not None or not connection.direct.hand_on(record):
+                    self._emit(record, record.ended + record.offset)
             except Exception:
-                _logger.debug("Spans could not be flushed", exc_info=True)
+                self._drop(record)  # by a processor or sampler of somebody's
+                _logger.debug("A span could not be handed on", exc_info=True)
+            self._handed = handed = self._handed + 1
+            if handed % _FLUSH_EVERY == 0 and connection is not None:
+                try:
+                    connection.flush_spans()
+                except Exception:
+                    _logger.debug("Spans could not be flushed", exc_info=True)
 
     def _is_lost(self, record: Record) -> bool:
         """Whether a fault of ours has left an open record behind: what encloses it has ended, and it runs on no other
@@ -997,6 +1032,18 @@ class _Thread:
             self._failed = True
             return False
         return True
+
+
+# By which a context has its current span; None where that can't be told.
+_keys = list(trace.set_span_in_context(trace.INVALID_SPAN, context_api.Context()))
+_CURRENT = _keys[0] if len(_keys) == 1 else None
+
+
+def _context_with(span: trace.Span, context: context_api.Context) -> context_api.Context:
+    """As `trace.set_span_in_context`, which takes twice the time."""
+    if _CURRENT is None:
+        return trace.set_span_in_context(span, context)
+    return context_api.Context({**context, _CURRENT: span})
 
 
 def _context_of(parent: SpanContext | None) -> context_api.Context:
