@@ -164,10 +164,14 @@ class Direct:
             span_id: Its id; None for a random one.
         """
         try:
-            if not self._is_possible():
+            if not self.possible or (
+                self._tracer.span_processor._span_processors is not self._seen and not self._is_possible()
+            ):
                 return None
-            if type(parent) is Live:
-                return _live(self, span_id or random_span_id(), parent, name, start, attributes, links)
+            if type(parent) is Live:  # what `_live` does
+                span = object.__new__(Live)
+                vars(span)["made_of"] = (self, name, span_id or random_span_id(), parent, start, attributes, links)
+                return span
             if parent is not None and not isinstance(parent, SpanContext):
                 parent = parent.get_span_context()
             if parent is None:
@@ -371,7 +375,8 @@ class Live(_Started):
     def _make(self, ended: _Ended | None) -> Span:
         of, name, _, parent, start, attributes, links = self.made_of
         if ended is not None:
-            attributes = finite(ended[1]) if ended[1] else None
+            attributes = ended[1]
+        attributes = finite(attributes) if attributes else None
         span = of.make(name, self.get_span_context(), _context_of(parent), attributes, links)
         span._start_time = start
         if ended is not None:

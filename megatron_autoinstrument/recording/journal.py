@@ -187,10 +187,6 @@ class Journal:
     def write(self, at: int, number: int, call: Call, parent_id: int, thread: int = 0) -> None:
         """Writes into the slot at this place of the memory that the call of this number begins."""
         name, attributes = call.name, call.attributes
-        if not attributes and not thread and name in self.plain:
-            ids = call.trace or NO_TRACE, call.span_id, parent_id
-            pack_plain_into(self.memory, at, self.plain[name], call.begun, call.offset, *ids, number)
-            return
         what, first, second = self._shapes.of(name, attributes)
         if not attributes:
             self.plain[name] = what
@@ -249,16 +245,20 @@ class Journal:
             index = self._free.popleft()
         except IndexError:
             return 0
-        self.write(_KEPT_AT + index * SLOT_BYTES, index + 1, call, parent_id)
-        return -1 - index
+        at, number, name = _KEPT_AT + index * SLOT_BYTES, index + 1, call.name
+        if call.attributes or name not in self.plain:
+            self.write(at, number, call, parent_id)
+        else:
+            kind, trace, span_id = self.plain[name], call.trace or NO_TRACE, call.span_id
+            pack_plain_into(self.memory, at, kind, call.begun, call.offset, trace, span_id, parent_id, number)
+        return -number
 
     def end_kept(self, number: int, ended: int) -> None:
         """Like `end`, for a call that `keep` has given its number. It can be read until its place is needed."""
-        index = -1 - number
-        end_at = (_KEPT_AT + index * SLOT_BYTES + _IN_SLOT["end"]) // 8
-        if self.words[end_at] == 0:  # else it has been ended already
-            self.words[end_at] = ended
-            self._free.append(index)
+        words, at = self.words, _KEPT_END - number * SLOT_WORDS
+        if words[at] == 0:  # else it has been ended already
+            words[at] = ended
+            self._free.append(-1 - number)
 
     def end_all(self, ended: int) -> None:
         """Ends what a run has left open that was aborted at any point."""
@@ -301,6 +301,7 @@ RING_AT = _KEPT_AT + KEPT_SLOTS * SLOT_BYTES
 # FIRST_END + (number & MASK) * SLOT_WORDS. It is still its own if less than SURE have begun since.
 MASK, SURE = RING_SLOTS - 1, RING_SLOTS - AT_ONCE
 FIRST_END, SLOT_WORDS = (RING_AT + _IN_SLOT["end"]) // 8, SLOT_BYTES // 8
+_KEPT_END = (_KEPT_AT + _IN_SLOT["end"]) // 8 - SLOT_WORDS  # kept slots have the numbers from 1 on, and -1 on outside
 
 
 def size() -> int:

@@ -501,10 +501,8 @@ class Recorder:
             # Nobody has made anything else current, and most are of this kind.
             if record.trace is not None and record.link is None:
                 own_id = random_span_id() if record.identity is None else span_id(record.identity)
-                start, attributes = record.begun + record.offset, record.attributes
-                if attributes:
-                    attributes = finite(attributes)
-                span = connection.direct.start(around.span, None, record.name, start, attributes, (), own_id)
+                start = record.begun + record.offset
+                span = connection.direct.start(around.span, None, record.name, start, record.attributes, (), own_id)
         if span is not None:
             parent_id, record.span_id = record.span_id, own_id
         else:
@@ -520,7 +518,12 @@ class Recorder:
             record.slot = journal.keep(record, parent_id)
         if not connection.chooses_ids:
             record.trace = None
-        context = _context_with(span, within)
+        if _CURRENT is None:
+            context = trace.set_span_in_context(span, within)
+        else:
+            values = within.copy()
+            values[_CURRENT] = span
+            context = context_api.Context(values)
         record.token = (context_api.attach(context), context)
 
     def _start_live(self, record: Record) -> trace.Span | None:
@@ -1034,16 +1037,9 @@ class _Thread:
         return True
 
 
-# By which a context has its current span; None where that can't be told.
+# By which a context has its current span; None where that can't be told. (`set_span_in_context` takes twice the time.)
 _keys = list(trace.set_span_in_context(trace.INVALID_SPAN, context_api.Context()))
 _CURRENT = _keys[0] if len(_keys) == 1 else None
-
-
-def _context_with(span: trace.Span, context: context_api.Context) -> context_api.Context:
-    """As `trace.set_span_in_context`, which takes twice the time."""
-    if _CURRENT is None:
-        return trace.set_span_in_context(span, context)
-    return context_api.Context({**context, _CURRENT: span})
 
 
 def _context_of(parent: SpanContext | None) -> context_api.Context:
