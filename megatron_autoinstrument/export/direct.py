@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 from opentelemetry import trace
@@ -31,7 +32,7 @@ _logger = get_logger(__name__)
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
-_SURE = frozenset({bool, int, str})  # those of them that are finite
+_SURE = _PLAIN - {float}  # those of them that are finite
 
 
 _given_up = False
@@ -203,11 +204,14 @@ class Direct:
         """
         span: Any = record.span
         if span is not None:
-            return (
-                type(span) is Live
-                and span.ended is not None
-                and (span.made_of[0]._hand_on_finished(record, span, self._ended))
-            )
+            if type(span) is not Live:
+                return False
+            own = vars(span)
+            ended = own.get("state")
+            if type(ended) is not tuple:
+                return False
+            made_by: Direct = own["made_of"][0]
+            return made_by._hand_on_finished(record, ended[1], self._ended)
         try:
             if record.trace is None or not self.possible:
                 return False
@@ -215,7 +219,7 @@ class Direct:
                 self.look()
                 return self.hand_on(record)
             attributes = record.attributes
-            if attributes and not _SURE.issuperset(map(type, attributes.values())):
+            if attributes and not _is_as_sent(attributes):
                 record.attributes = attributes = finite(attributes)
                 if not _is_plain(attributes):
                     return False
@@ -230,13 +234,14 @@ class Direct:
             return False
         return True
 
-    def _hand_on_finished(self, record: Record, span: Live, count: Tally) -> bool:
+    def _hand_on_finished(self, record: Record, attributes: Mapping[str, Any] | None, count: Tally) -> bool:
         if self._is_closed():
             raise RuntimeError("The provider was shut down.")
-        ended = span.ended
-        assert ended is not None
-        attributes = finite(ended[1]) if ended[1] else None
-        if self._is_possible() and _is_plain(attributes):
+        is_plain = True
+        if attributes and not _is_as_sent(attributes):
+            attributes = finite(attributes)
+            is_plain = _is_plain(attributes)
+        if is_plain and self._is_possible():
             record.attributes = attributes
             try:
                 self._take(record, count)
@@ -244,6 +249,7 @@ class Direct:
                 self._give_up(error)
             else:
                 return True
+        span: Any = record.span
         self._tracer.span_processor.on_end(span.behind()._readable_span())
         return True
 
@@ -358,12 +364,6 @@ class Live(_Started):
             context = own.setdefault("_context", context)
         return context
 
-    @property
-    def ended(self) -> _Ended | None:
-        """How it was finished, if it was."""
-        state = vars(self).get("state")
-        return state if type(state) is tuple else None
-
     def behind(self) -> Span:
         """The SDK's span. Of one that was finished, there is one to be read: it has ended."""
         own = vars(self)
@@ -432,6 +432,15 @@ def _live(
 
 def _context_of(parent: SpanContext | Live | None) -> SpanContext | None:
     return parent.get_span_context() if type(parent) is Live else parent
+
+
+def _is_as_sent(attributes: Mapping[str, Any]) -> bool:
+    """Whether these are plain and finite, as nearly all are."""
+    for value in attributes.values():
+        kind = type(value)
+        if not (isfinite(value) if kind is float else kind in _SURE):
+            return False
+    return True
 
 
 def _is_plain(attributes: Mapping[str, Any] | None) -> bool:

@@ -22,7 +22,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.export.losses import is_as_shipped, is_of_this_package
 from megatron_autoinstrument.megatron import patching
-from megatron_autoinstrument.recording.record import Record, linked
+from megatron_autoinstrument.recording.record import Record
+from megatron_autoinstrument.recording.traces import span_id
 from megatron_autoinstrument.version import __version__
 
 _logger = get_logger(__name__)
@@ -94,15 +95,15 @@ def _float(key: str, value: float) -> bytes:
     return _key_value(key, b"\x21" + _double(value))
 
 
-# By the key: what comes before the eight bytes of a float, and before a number that takes one.
-_before: dict[str, tuple[bytes, bytes]] = {}
+# By the key: what comes before the eight bytes of a float, a number that takes one, and the byte of a truth.
+_before: dict[str, tuple[bytes, bytes, bytes]] = {}
 
 
-def _add_heads(key: str) -> tuple[bytes, bytes]:
-    heads = _float(key, 0.0)[:-8], _attribute(key, 0)[:-1]
+def _add_key(key: str) -> tuple[bytes, bytes, bytes]:
+    found = _float(key, 0.0)[:-8], _attribute(key, 0)[:-1], _attribute(key, False)[:-1]
     if len(_before) < 1024:
-        _before[key] = heads
-    return heads
+        _before[key] = found
+    return found
 
 
 def _key_value(key: str, value: bytes) -> bytes:
@@ -161,12 +162,15 @@ def _attributes(attributes: Mapping[str, Any]) -> bytes:
     found = b""
     for key, value in attributes.items():
         kind = type(value)
-        if kind is float or (kind is int and 0 <= value < 128):
+        if kind is float or kind is bool or (kind is int and 0 <= value < 128):
             try:
-                heads = _before[key]
+                before_float, before_int, before_bool = _before[key]
             except KeyError:
-                heads = _add_heads(key)
-            found += heads[0] + _double(value) if kind is float else heads[1] + _SMALL[value]
+                before_float, before_int, before_bool = _add_key(key)
+            if kind is float:
+                found += before_float + _double(value)
+            else:
+                found += (before_int if kind is int else before_bool) + _SMALL[value]
         else:
             found += _attribute(key, value)
     return found
@@ -221,10 +225,12 @@ def encode_record(record: Record) -> bytes:
             return begin(prefix, _TRACE_ID, record.trace, _SPAN_ID, record.span_id, _PARENT_ID, parent_id) + rest
         more = _attributes(attributes) if attributes else b""
         if link is not None:
-            to = linked(link)
-            if to.trace_state:
-                raise Unusual
-            more += _link_to(to.trace_id, to.span_id, to.is_remote)
+            if isinstance(link, SpanContext):
+                if link.trace_state:
+                    raise Unusual
+                more += _link_to(link.trace_id, link.span_id, link.is_remote)
+            else:
+                more += _link_to(link[0][0], span_id(link), True)
         length += len(more)
         size = _LENGTHS[length] if length < 1024 else _varint(length)
         ids = _child(_TRACE_ID, record.trace, _SPAN_ID, record.span_id, _PARENT_ID, parent_id)

@@ -85,6 +85,7 @@ _AT, _IN_SLOT = _offsets(HEADER), _offsets(SLOT)
 SLOT_BYTES = _SLOT.size
 # What a call begins with: kind, flags and thread are one number, which is worked out once.
 _pack_into = Struct("<Qq8xq16sQQqqQ").pack_into
+_pack_link_into = Struct("<16sQ").pack_into
 pack_plain_into = Struct("<Qq8xq16sQQ16xQ").pack_into  # of a call that has no numbers
 # Calls that are being written may be so many: as many threads do so at once.
 AT_ONCE = 16
@@ -187,9 +188,12 @@ class Journal:
     def write(self, at: int, number: int, call: Call, parent_id: int, thread: int = 0) -> None:
         """Writes into the slot at this place of the memory that the call of this number begins."""
         name, attributes = call.name, call.attributes
-        what, first, second = self._shapes.of(name, attributes)
-        if not attributes:
-            self.plain[name] = what
+        if not attributes and name in self.plain:
+            what, first, second = self.plain[name], 0, 0
+        else:
+            what, first, second = self._shapes.of(name, attributes)
+            if not attributes:
+                self.plain[name] = what
         if thread:
             what |= (thread & 0xFFFF_FFFF) << 32
         begun, offset, trace, span_id = call.begun, call.offset, call.trace or NO_TRACE, call.span_id
@@ -271,7 +275,7 @@ class Journal:
     def link(self, number: int, trace_id: bytes, span_id: int) -> None:
         """Writes what the call of that number is linked to."""
         if self._has(number):
-            Struct("<16sQ").pack_into(self.memory, _at(number) + _IN_SLOT["link_trace_id"], trace_id, span_id)
+            _pack_link_into(self.memory, _at(number) + _IN_SLOT["link_trace_id"], trace_id, span_id)
             self._flag(number, LINKED)
 
     def fail(self, number: int) -> None:

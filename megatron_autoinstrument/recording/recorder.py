@@ -183,11 +183,13 @@ class Recorder:
         else:
             record.span_id = own_id = self._id_base ^ number if identity is None else span_id(identity)
         at = RING_AT + (number & MASK) * SLOT_BYTES
-        if attributes or name not in journal.plain:
+        plain = journal.plain
+        if attributes or name not in plain:
             journal.write(at, number, record, parent_id)
         else:
-            kind_number = journal.plain[name]
-            pack_plain_into(journal.memory, at, kind_number, begun, offset, trace or NO_TRACE, own_id, parent_id, number)
+            pack_plain_into(
+                journal.memory, at, plain[name], begun, offset, trace or NO_TRACE, own_id, parent_id, number
+            )
         self._waiting.append(record)
         self.current = record
         return record
@@ -742,13 +744,14 @@ class Recorder:
         request.deadline = deadline
         return thread.ask(request)
 
-    def drain(self, final: bool = False, seconds: float = -1) -> bool:
+    def drain(self, final: bool = False, seconds: float = -1, look: bool = True) -> bool:
         """Hands the closed records on. Any thread may call it; the training thread has no need to.
 
         Args:
             final: Whether to give up those that are still open, and to go on beside another thread that does so
                 already and takes long: a signal may have interrupted that one.
             seconds: How long to wait for such a thread otherwise; -1: until it is done.
+            look: Whether to see first what the application has done to its providers.
 
         Returns:
             Whether that is done, or goes on in this very thread.
@@ -761,7 +764,7 @@ class Recorder:
             return False
         self._draining_thread = get_ident()
         try:
-            if self._connection is not None:
+            if look and self._connection is not None:
                 self._connection.look(final)
             self._hand_over(self._over())
             if final:
@@ -775,7 +778,8 @@ class Recorder:
 
     def _drain_for_others(self) -> bool:
         """Somebody flushes the provider, or shuts it down. After the last flush of ours, nobody waits any more."""
-        return self.drain(seconds=0 if "spans" in self._last else _FOR_A_FLUSH_S)
+        something = bool(self._waiting or self._unfinished)
+        return self.drain(seconds=0 if "spans" in self._last else _FOR_A_FLUSH_S, look=something)
 
     def _over(self) -> Iterator[Record]:
         """Takes what is over from what waits, and puts aside what is still running."""
