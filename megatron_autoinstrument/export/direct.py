@@ -17,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SynchronousMultiSpanProcessor, Tracer
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
-from opentelemetry.trace import Link, SpanContext, TraceFlags
+from opentelemetry.trace import Link, SpanContext, TraceFlags, TraceState
 
 from megatron_autoinstrument.common.finite import finite
 from megatron_autoinstrument.common.private_random import random_span_id
@@ -30,7 +30,7 @@ from megatron_autoinstrument.recording.record import Record, linked
 
 _logger = get_logger(__name__)
 
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_SAMPLED, _NO_STATE = TraceFlags(TraceFlags.SAMPLED), TraceState()
 _PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
 _SURE = _PLAIN - {float}  # those of them that are finite
 
@@ -178,7 +178,7 @@ class Direct:
             if parent is None:
                 if trace_id is None or self._keeps_root is None or not self._keeps_root(trace_id):
                     return None
-                context = _context(SpanContext(trace_id, 1, False, _SAMPLED), span_id)
+                context = _context_in(trace_id, _SAMPLED, _NO_STATE, span_id)
             elif parent.trace_flags.sampled:
                 context = _context(parent, span_id)
             else:
@@ -360,7 +360,7 @@ class Live(_Started):
         if context is None:
             context = own["made_of"][2]
             if not isinstance(context, SpanContext):
-                context = _context(_context_of(own["made_of"][3]), context)
+                context = _context(own["made_of"][3].get_span_context(), context)
             context = own.setdefault("_context", context)
         return context
 
@@ -431,7 +431,7 @@ def _live(
 
 
 def _context_of(parent: SpanContext | Live | None) -> SpanContext | None:
-    return parent.get_span_context() if type(parent) is Live else parent
+    return parent.get_span_context() if isinstance(parent, Live) else parent
 
 
 def _is_as_sent(attributes: Mapping[str, Any]) -> bool:
@@ -449,12 +449,15 @@ def _is_plain(attributes: Mapping[str, Any] | None) -> bool:
 
 
 def _context(parent: SpanContext, span_id: int | None) -> SpanContext:
+    return _context_in(parent.trace_id, parent.trace_flags, parent.trace_state, span_id)
+
+
+def _context_in(trace_id: int, flags: TraceFlags, state: TraceState, span_id: int | None) -> SpanContext:
     span_id = span_id or random_span_id()
     if _IS_A_TUPLE:
         # Its constructor, in Python, takes most of the time that a span does.
-        fields = (parent[0], span_id, False, parent[3], parent[4], True)
-        return tuple.__new__(SpanContext, fields)
-    return SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
+        return tuple.__new__(SpanContext, (trace_id, span_id, False, flags, state, True))
+    return SpanContext(trace_id, span_id, False, flags, state)
 
 
 def _is_a_tuple() -> bool:

@@ -124,7 +124,7 @@ class Recorder:
         self._handed = 0  # spans handed to OpenTelemetry so far
         self._draining = threading.Lock()
         self._draining_thread = 0
-        self._id_base = GENERATOR.getrandbits(63) | 1 << 63
+        self._id_base = _random_base()
 
     # ------------------------------------------------------------------------------------------ the hot path
 
@@ -492,26 +492,33 @@ class Recorder:
 
     def _open(self, record: Record) -> None:
         """Starts the span of a live record, and makes it current."""
-        connection = self._connection
+        connection, parent, root = self._connection, record.parent, record.root
         assert connection is not None
-        around = record.parent
-        while around is not None and around.kind is SILENT and around.root is None:
-            around = around.parent
-        within = context_api.get_current()
+        while parent is not None and parent.kind is SILENT and parent.root is None:
+            parent = parent.parent
+        within, parent_id = context_api.get_current(), record.span_id
         span: trace.Span | None = None
-        if around is not None and around.token is not None and around.token[1] is within and record.root is None:
-            # Nobody has made anything else current, and most are of this kind.
-            if record.trace is not None and record.link is None:
-                own_id = random_span_id() if record.identity is None else span_id(record.identity)
-                start = record.begun + record.offset
-                span = connection.direct.start(around.span, None, record.name, start, record.attributes, (), own_id)
+        # The usual ones: that opens a step, or is inside a span of ours that nobody has put another in front of.
+        if root is not None or (
+            parent is not None and parent.token is not None and parent.token[1] is within and record.trace is not None
+        ):
+            start = record.begun + record.offset
+            own_id = random_span_id() if record.identity is None else span_id(record.identity)
+            links: tuple[Link, ...] = ()
+            if root is not None and record.parent is not None:
+                around, parent = record.parent.nearest_context, None
+                links = () if around is None else (Link(around, {}),)
+            inside = None if parent is None else parent.span
+            span = connection.direct.start(inside, root, record.name, start, record.attributes, links, own_id)
         if span is not None:
-            parent_id, record.span_id = record.span_id, own_id
+            record.span_id = own_id
+            if root is not None:
+                record.trace = root.to_bytes(16, "big")
         else:
             span = self._start_live(record)
             if span is None:
                 return
-            parent_id, made = record.span_id, span.get_span_context()
+            made = span.get_span_context()
             record.span_id = made.span_id
             known = made.trace_flags.sampled and not made.trace_state
             record.trace = made.trace_id.to_bytes(16, "big") if known else None
@@ -540,7 +547,6 @@ class Recorder:
             span = self._connection.direct.start(current, None, *described)
         elif place.opens_step:
             context = trace.set_span_in_context(trace.INVALID_SPAN)
-            span = self._connection.direct.start(None, place.trace, *described)
         elif not current.is_valid:
             context = _context_of(place.parent)
         if span is None:
@@ -977,6 +983,7 @@ class Recorder:
             record.span = record.trace = None  # a wrapper that is on the stack here as well will end the record
             record = record.parent
         self.journal = None  # its memory is shared
+        self._id_base = _random_base()
         self.current = self._deferred = self._held = self._thread = self._other_thread = None
         self._draining, self._draining_thread = threading.Lock(), 0  # our thread may have held it
         self._last = {}
@@ -1039,6 +1046,12 @@ class _Thread:
             self._failed = True
             return False
         return True
+
+
+def _random_base() -> int:
+    """What span ids are made of, with the call's number in the journal: to draw each takes several times longer. Two
+    processes share an id no likelier than if they did. Its highest bit keeps the ids from being 0."""
+    return GENERATOR.getrandbits(63) | 1 << 63
 
 
 # By which a context has its current span; None where that can't be told. (`set_span_in_context` takes twice the time.)

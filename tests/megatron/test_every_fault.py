@@ -18,7 +18,7 @@ ONCE |= {
     "recorder.py:Recorder._hand_on",
     "recorder.py:Recorder._start",
 }  # each half second, which may be in another step
-ONCE |= {"encode.py:_name", "encode.py:_Named.__missing__", "encode.py:_varint"}  # what is known by now
+ONCE |= {"encode.py:_name", "encode.py:_add_name", "encode.py:_add_key", "encode.py:_varint"}  # what is known by now
 ONCE |= {f"journal.py:{name}" for name in ("_is_number", "_line", "Journal.kind", "_Shapes._shape")}
 ONCE |= {"journal.py:_Shapes._shape.<locals>.<genexpr>"}
 ONCE |= {"record.py:Record.anchor"}  # under megatron.train alone, whose record an earlier fault may have ended
@@ -27,7 +27,7 @@ IN_OUR_THREADS = re.compile(
     r"autoload\.py:_BeforeMegatron\.find_spec$|"  # fails an import, which is told by whoever imports
     r"losses\.py:|providers\.py:|signals\.py:(Termination\.(_watch|_is_current|_ends|_flush)|_next|_set_action)$|"
     r"ids\.py:(PrivateIdGenerator|keep_random)|direct\.py:|sampling\.py:|traces\.py:|"
-    r"recorder\.py:(Recorder\.(flush\.|drain|_drain_for|_emit|_start|_place|_hand_o|_is_lost|_lost|_count_lost|_certainly_lost|"
+    r"recorder\.py:(Recorder\.(flush\.|drain|_drain_for|_emit|_start|_place|_hand_o|_over|_is_lost|_lost|_count_lost|_certainly_lost|"
     r"_still_open|_connect_now\.|_ask)|Record\.(start|end)$|_context_of|_mark)|"
     r"finite\.py:(is_)?finite(\.|$)|metrics\.py:_create\.|encode\.py:"
 )
