@@ -19,11 +19,11 @@ from megatron_autoinstrument import ab, autoload
 from megatron_autoinstrument.base import BaseInstrumentor
 from megatron_autoinstrument.common import groups, redact
 from megatron_autoinstrument.common.redact import get_logger
-from megatron_autoinstrument.megatron import nemo_lens, patching
+from megatron_autoinstrument.megatron import nemo_lens, patching, state
 from megatron_autoinstrument.process import ranks, signals, strategies
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.settings import config, declarative, flags
-from megatron_autoinstrument.targets import arguments, global_vars
+from megatron_autoinstrument.targets import arguments
 
 if TYPE_CHECKING:
     from megatron_autoinstrument.export.providers import Connection
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
+RECORDER = Recorder()
+"""The process's."""
 LEDGER = patching.Ledger(lambda look: _in_turn(lambda: _look(look)), beside=arguments.LEDGER)
 
 _PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
@@ -297,7 +299,7 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
         return providers.connect(
             wanted,
             settings.exporter,
-            resource.attributes(place, ids.run_id(RECORDER.run_number)),
+            resource.attributes(place, ids.run_id(RECORDER.run.number)),
             build=not any(given.values()),
             service_name=settings.service_name,
             sampler=strategies.SAMPLING_STRATEGIES.get(strategy)(place, settings) if strategy else None,
@@ -306,12 +308,12 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
     def plan(connection: Connection, run: int) -> Traces | None:
         from megatron_autoinstrument.export import ids
 
-        # A restart in the process may have given it another rank.
-        strategies.recording = functools.cache(functools.partial(strategies.records, settings=settings))
         if RECORDER.journal is not None:
             now = ranks.current()
             RECORDER.journal.describe(now.rank, now.world_size, run, ids.run_id(run))
-        return connection.plan(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step")
+        # A restart in the process may have given it another rank.
+        is_recorded = functools.cache(functools.partial(strategies.records, settings=settings))
+        return connection.plan(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step", is_recorded)
 
     # A program that tells its ranks their places in another way than Megatron's has told it by the first record.
     RECORDER.connect_by(connect, plan, lambda: _in_turn(lambda: _look_again(last=True)))
@@ -347,7 +349,7 @@ def _compare(settings: config.Config, place: ranks.Rank, everything: frozenset[s
         _in_turn(switch)
 
     _stop_comparing()
-    _comparison = ab.Comparison(settings.ab, turn, says=strategies.is_first(place, settings))
+    _comparison = ab.Comparison(RECORDER, settings.ab, turn, says=strategies.is_first(place, settings))
     _comparison.start()
 
 
@@ -372,7 +374,7 @@ def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
     # Megatron exits on flags that its parser doesn't know, and may be yet to parse these.
-    if not flags.are_given() or global_vars.args() is not None:
+    if not flags.are_given() or state.args() is not None:
         arguments.LEDGER.uninstall(rebind=False)  # the other one does that as well
     LEDGER.uninstall()
     return watched
@@ -381,14 +383,12 @@ def _take_out() -> bool:
 def _patch(wanted: frozenset[str]) -> None:
     if _in_child_of_a_rank:
         return
-    from megatron_autoinstrument.targets import SEAMS, schedules
+    from megatron_autoinstrument.targets import SEAMS
 
-    schedules.running = None  # in the middle of a pass nobody has counted its calls
-    schedules.all_counted = True
-    global_vars.when_known = lambda args: _in_turn(lambda: _apply_flags(args))
+    RECORDER.when_arguments_known = lambda args: _in_turn(lambda: _apply_flags(args))
     RECORDER.choose(wanted)
     arguments.teach(rebind=False)  # the other ledger does that as well
-    LEDGER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS})
+    LEDGER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS}, RECORDER)
 
 
 def _apply_flags(args: Any) -> None:

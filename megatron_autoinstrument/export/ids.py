@@ -15,9 +15,9 @@ from typing import NamedTuple
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 
 from megatron_autoinstrument.common.private_random import GENERATOR, random_span_id
+from megatron_autoinstrument.megatron import state
 from megatron_autoinstrument.process import ranks, store
 from megatron_autoinstrument.settings.environment_variables import NEMO_LENS_RUN_ID
-from megatron_autoinstrument.targets import global_vars
 
 
 class PrivateIdGenerator(IdGenerator):
@@ -99,7 +99,7 @@ def _word(run: int) -> str | None:
     them trains in a process is one run.
     """
     global _run
-    args = global_vars.args()
+    args = state.args()
     before = _run
     if before is not None and before.number == run and (before.args is None or args is None or before.args() is args):
         return before.word

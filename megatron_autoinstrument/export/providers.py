@@ -113,7 +113,9 @@ class Connection:
         finally:
             generator.plan(None, None)
 
-    def plan(self, key: str | None, rank: int, per_step: bool) -> Traces | None:
+    def plan(
+        self, key: str | None, rank: int, per_step: bool, is_recorded: Callable[[int], bool] = lambda rank: False
+    ) -> Traces | None:
         """The traces of the run `key`; None where it has none, or the provider ids of its own kind."""
         if key is None or self._generator is None:
             return None
@@ -122,7 +124,7 @@ class Connection:
         run = trace_id(key, "run")
         candidates = (run, run & ~_LOWER_HALF | 1, run | _LOWER_HALF)
         kept = next((run for run in candidates if self.keeps(run, "megatron.pretrain")), run)
-        return Traces(key, rank, per_step, kept)
+        return Traces(key, rank, per_step, kept, is_recorded)
 
     def keeps(self, trace_id: int, name: str) -> bool:
         """Whether the sampler keeps a root span `name` in the trace `trace_id`."""

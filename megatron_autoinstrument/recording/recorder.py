@@ -32,10 +32,11 @@ from megatron_autoinstrument.common.private_random import random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.common.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.megatron import patching
-from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, argument
+from megatron_autoinstrument.megatron.patching import Arguments
 from megatron_autoinstrument.recording.journal import Journal
 from megatron_autoinstrument.recording.journal import create as create_journal
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked, open_record
+from megatron_autoinstrument.recording.run import Run
 from megatron_autoinstrument.recording.traces import Identity, Traces, span_id
 
 if TYPE_CHECKING:
@@ -89,10 +90,13 @@ class Recorder:
         self._muted_by: Record | None = None  # a step that the sampler drops
         self._confirm: Callable[[], None] = lambda: None
         self._plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None
-        self.run_number = 0
-        """Of this run in the process."""
-        self.traces: Traces | None = None
-        """Of this run, once connected; None where ids can't be worked out."""
+        self.run = Run()
+        self.groups: frozenset[str] = frozenset()
+        """The span groups, and what else is recorded, that are on."""
+        self.all_counted = True
+        """Whether every call that a `Pass` counts is seen, as far as this rank can know."""
+        self.when_arguments_known: Callable[[Any], None] = lambda args: None
+        """Called with Megatron's arguments when they are parsed, and when its parallel groups are made."""
         self.journal: Journal | None = None
         """What the process leaves behind, however it ends; None before it is connected."""
         self._deferred: Record | None = None
@@ -285,12 +289,11 @@ class Recorder:
             run: The number of this run in the job, if a restart in the process has one; else they are counted. What
                 an earlier number has left open ends here: it was aborted at any point.
         """
-        if run is not None and run != self.run_number:
+        if run is not None and run != self.run.number:
             self._close_aborted_run()
         if self.current is not None:
             return None
-        self.run_number = self.run_number + 1 if run is None else run
-        self.traces = None
+        self.run = Run(self.run.number + 1 if run is None else run)
         self._training_thread = get_ident()
         self.current = open_record(name, kind, None, None)
         self._deferred = self.current if kind is LIVE else None
@@ -312,7 +315,11 @@ class Recorder:
         context_api.attach(context_api.Context())  # the context that is current may be that of a span which has ended
 
     def choose(self, groups: frozenset[str]) -> None:
-        """The span groups that are on, known perhaps only since the deferred record began: a flag may leave it out."""
+        """The groups that are on from here on, known perhaps only since the deferred record began: a flag may leave it
+        out."""
+        self.groups = groups
+        self.run.passing = None  # in the middle of a pass nobody has counted its calls
+        self.all_counted = True
         if self._deferred is not None and SPAN_GROUPS[self._deferred.name] not in groups:
             self._deferred.kind = SILENT
             self._deferred = None
@@ -323,18 +330,21 @@ class Recorder:
         Args:
             begins: Whether a run begins here, unless one is going on: in a loop of one's own.
         """
-        if begins and self.current is None:
-            self.traces = None
+        begins = begins and self.current is None
+        if begins:
+            self.run.traces = None
             self._ready = False
         if not self._ready:
             self._get_ready()
+        if begins and self.run.traces is None:  # else it is known whether that run goes on
+            self.run = Run(self.run.number)
 
     def is_in_the_runs_trace(self) -> bool:
         """Whether what begins now and opens no step belongs to the trace that every rank works out alike: not where
         the application has a trace of its own around the run."""
         context = self.current.nearest_context if self.current is not None else None
         context = context or trace.get_current_span().get_span_context()
-        traces = self.traces  # another thread may instrument anew
+        traces = self.run.traces  # another thread may instrument anew
         return traces is not None and (not context.is_valid or context.trace_id == traces.run)
 
     def scope(self) -> Identity | None:
@@ -376,7 +386,7 @@ class Recorder:
         self._confirm = confirm
         self._plan = plan
         self._holds = True
-        self.traces = None
+        self.run.traces = None
         self.muted = 0
         self._muted_by = None  # its end comes yet, if it is running
         self._ready = False
@@ -426,8 +436,8 @@ class Recorder:
             if self.journal is None:
                 with suppress(Exception):  # to record without one is better than not to
                     self.journal = create_journal()
-        if self.traces is None and self._connection is not None:
-            self.traces = self._plan(self._connection, self.run_number)
+        if self.run.traces is None and self._connection is not None:
+            self._follow(self._plan(self._connection, self.run.number))
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
             self._thread = _Thread("spans", self._hand_on)
@@ -438,6 +448,15 @@ class Recorder:
         if deferred is not None:
             self._open(deferred)
         return True
+
+    def _follow(self, traces: Traces | None) -> None:
+        """Gives the run its traces. Where they are those of another one, it has begun unseen, while nothing was
+        patched."""
+        if traces is not None:
+            if self.run.key not in (None, traces.key):
+                self.run = Run(self.run.number)
+            self.run.key = traces.key
+        self.run.traces = traces
 
     def _open(self, record: Record) -> None:
         assert self._connection is not None
@@ -486,7 +505,7 @@ class Recorder:
             if at.root is not None:
                 return _Place(None, at.root, True, at.parent.nearest_context if at.parent is not None else None)
             at = at.parent
-        traces = self.traces  # another thread may instrument anew
+        traces = self.run.traces  # another thread may instrument anew
         if traces is not None and (not traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
             return _Place(None, traces.run)
         return _Place(None)
@@ -981,54 +1000,3 @@ def _mark(span: trace.Span, record: Record, now: int) -> None:
         span.set_status(Status(StatusCode.ERROR, name))
         if "exception.stacktrace" in record.error:
             span.add_event("exception", record.error, timestamp=now)
-
-
-RECORDER = Recorder()
-
-
-def kind_of(name: str, kind: str, groups: frozenset[str]) -> str:
-    """`kind`, or SILENT where the group of the span `name` is off: such a record is only there to be seen."""
-    return kind if SPAN_GROUPS[name] in groups else SILENT
-
-
-def span(
-    name: str,
-    *,
-    live: bool = False,
-    given: Mapping[str, str | Reader] | None = None,
-    returned: Callable[[Any], dict[str, Any]] | None = None,
-    within: str | None = None,
-    hold: bool = False,
-) -> Callable[[Function, frozenset[str]], Hook]:
-    """The hook that most seams need: one span for one call.
-
-    Args:
-        name: The span's name.
-        live: Whether the span is current while the call runs; for calls that come a few times per step at most.
-        given: Attributes known when the call begins, by the name of the parameter, or a reader of the arguments.
-        returned: Attributes from what the call returned.
-        within: Record only calls made directly inside the span of this name.
-        hold: Keep a live span for what is known only later; see `Recorder.release`.
-    """
-
-    def hook(original: Function, groups: frozenset[str]) -> Hook:
-        kind = kind_of(name, LIVE if live else FREQUENT, groups)
-        readers = [
-            (attribute, argument(original, source) if isinstance(source, str) else source)
-            for attribute, source in (given or {}).items()
-        ]
-
-        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
-            if within is not None and ((current := RECORDER.current) is None or current.name != within):
-                return None
-            attributes = None
-            if readers:
-                attributes = {key: value for key, read in readers if (value := read(args, kwargs)) is not None}
-            return RECORDER.begin(name, kind, attributes)
-
-        def end(record: Record, result: Any, error: BaseException | None) -> None:
-            RECORDER.end(record, error, returned(result) if returned is not None and error is None else None, hold)
-
-        return Hook(begin, end)
-
-    return hook

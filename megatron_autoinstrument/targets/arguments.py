@@ -7,10 +7,11 @@ from typing import Any
 
 from megatron_autoinstrument.common.groups import FLAGS
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Ledger, Seam
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.settings import flags
 
 
-def _adding(original: Function, groups: frozenset[str]) -> Hook:
+def _adding(original: Function, recorder: Recorder) -> Hook:
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
         return True
 
@@ -36,4 +37,4 @@ def teach(rebind: bool = True) -> None:
         rebind: As for `Ledger.install`.
     """
     if not LEDGER.groups:
-        LEDGER.install(SEAMS, frozenset({FLAGS}), rebind)
+        LEDGER.install(SEAMS, frozenset({FLAGS}), rebind=rebind)

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(not VENDORS.exists(), reason=f"no {VENDORS}: see
 RECORD = """
 import random
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 
 def record(*signals):
     state = random.getstate()

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_autoinstrument.recording import record
 from megatron_autoinstrument.recording import recorder as recording
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, SILENT
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT
 from megatron_autoinstrument.recording.traces import Traces
 
 HOUR = 3600 * 10**9

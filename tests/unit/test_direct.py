@@ -23,7 +23,8 @@ from opentelemetry.sdk.trace.sampling import (
 )
 
 from megatron_autoinstrument.export import direct, providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.traces import Traces
 
 TRACE = 77

@@ -63,12 +63,11 @@ def torch(fake_module):
 
 @pytest.fixture
 def install(torch, recorder, monkeypatch, fake_module):
-    ledger = Ledger()
-    monkeypatch.setattr(transformer_layer, "RECORDER", recorder)
+    ledger, recorder.groups = Ledger(), GROUPS
 
     def install(target, source):
         module = fake_module(target.SEAMS[0].module, source)
-        ledger.install(target.SEAMS, GROUPS)
+        ledger.install(target.SEAMS, GROUPS, recorder)
         return module
 
     yield install

@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace import ConcurrentMultiSpanProcessor, SpanProcessor,
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
+from megatron_autoinstrument.recording.recorder import Recorder
 
 
 @pytest.fixture(autouse=True)
@@ -350,8 +351,7 @@ def logged(recorder, monkeypatch):
     """Has `recorder` export log records, as the seam in Python's logging does."""
     from megatron_autoinstrument.targets import logging as target
 
-    monkeypatch.setattr(target, "RECORDER", recorder)
-    hook = target._call_handlers(logging.Logger.callHandlers, frozenset())
+    hook = target._call_handlers(logging.Logger.callHandlers, recorder)
     call_handlers = logging.Logger.callHandlers
 
     def wrapper(*args):

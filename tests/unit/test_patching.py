@@ -809,7 +809,7 @@ def test_arguments_are_those_of_the_function_that_a_wrapper_without_parameters_p
 def test_a_seam_that_our_own_failure_turned_off_stays_off(ledger, module, monkeypatch, caplog):
     monkeypatch.setattr(patching, "reraise_internal_errors", False)
     lost = []
-    broken = seam("step", lambda o, g: Hook(lambda a, k: 1 / 0, lambda *of: None), lost=lambda: lost.append(1))
+    broken = seam("step", lambda o, g: Hook(lambda a, k: 1 / 0, lambda *of: None), lost=lambda given: lost.append(1))
     ledger.install([broken], ALL)
     for _ in range(3):
         module.step(1)
@@ -824,7 +824,7 @@ def test_whoever_counts_calls_is_told_when_some_are_not_seen(ledger, module, hoo
         del module.step
     else:
         module.step = value
-    ledger.install([seam("step", hook, lost=lambda: lost.append(1))], ALL)
+    ledger.install([seam("step", hook, lost=lambda given: lost.append(1))], ALL)
     assert lost == [1]
 
 

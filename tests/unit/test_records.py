@@ -18,7 +18,8 @@ from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 from megatron_autoinstrument.export import direct, encode, ids, losses, providers
 from megatron_autoinstrument.recording import journal
 from megatron_autoinstrument.recording import recorder as recording
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, SILENT, Recorder
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.traces import Traces
 
 TRACE = 77

@@ -18,7 +18,8 @@ from opentelemetry.trace import StatusCode
 
 from megatron_autoinstrument.export import providers
 from megatron_autoinstrument.recording import recorder as recording
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, SILENT, span
+from megatron_autoinstrument.recording.hooks import span
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT
 from megatron_autoinstrument.targets import async_utils
 
 GROUPS = frozenset({"step", "microbatch", "checkpoint"})
@@ -448,7 +449,7 @@ def test_a_hook_reads_attributes_from_the_call_and_the_result(recorder, exporter
 
     hook = span(
         "megatron.train_step", live=True, given={"megatron.iteration": "iteration"}, returned=lambda r: {"ok": r}
-    )(train_step, GROUPS)
+    )(train_step, recorder)
     hook.end(hook.begin(("model", 7), {}), True, None)
     hook.end(hook.begin(("model",), {}), True, None)
     recorder.drain()
@@ -458,7 +459,7 @@ def test_a_hook_reads_attributes_from_the_call_and_the_result(recorder, exporter
 
 
 def test_a_hook_within_another_span_records_nothing_elsewhere(recorder, exporter):
-    hook = span("megatron.save_checkpoint.state_dict", within="megatron.save_checkpoint")(lambda: None, GROUPS)
+    hook = span("megatron.save_checkpoint.state_dict", within="megatron.save_checkpoint")(lambda: None, recorder)
     assert hook.begin((), {}) is None
     save = recorder.begin("megatron.save_checkpoint", LIVE)
     assert hook.begin((), {}) is not None
@@ -535,10 +536,9 @@ def test_a_forked_child_that_returns_through_an_open_call_exports_nothing(record
 
 
 def test_the_end_of_an_asynchronous_save_that_cannot_be_recorded_does_not_reach_megatron(recorder, monkeypatch, caplog):
-    monkeypatch.setattr(async_utils, "RECORDER", recorder)
     functions = []
     request = types.SimpleNamespace(add_finalize_fn=functions.append)
-    hook = async_utils.SEAMS[0].hook(lambda async_request: None, GROUPS)
+    hook = async_utils.SEAMS[0].hook(lambda async_request: None, recorder)
     save = recorder.begin("megatron.save_checkpoint", LIVE)
     hook.begin((request,), {})
     recorder.end(save)

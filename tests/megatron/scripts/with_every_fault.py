@@ -15,7 +15,7 @@ from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 
 from megatron_autoinstrument import MegatronInstrumentor, instrumentor
 from megatron_autoinstrument.export import direct, encode, providers
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
 from megatron_autoinstrument.targets import arguments
 
 LOOKING = 4  # steps, an evaluation among them
