@@ -26,7 +26,7 @@ from megatron_autoinstrument.settings import config, declarative, flags
 from megatron_autoinstrument.targets import arguments
 
 if TYPE_CHECKING:
-    from megatron_autoinstrument.export.providers import Connection
+    from megatron_autoinstrument.recording.connection import Connection
     from megatron_autoinstrument.recording.traces import Traces
 
 _logger = get_logger(__name__)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import get_ident
 from time import monotonic, monotonic_ns, sleep
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -33,14 +33,12 @@ from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.common.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.megatron import patching
 from megatron_autoinstrument.megatron.patching import Arguments
+from megatron_autoinstrument.recording.connection import Connection
 from megatron_autoinstrument.recording.journal import Journal
 from megatron_autoinstrument.recording.journal import create as create_journal
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked, open_record
 from megatron_autoinstrument.recording.run import Run
 from megatron_autoinstrument.recording.traces import Identity, Traces, span_id
-
-if TYPE_CHECKING:
-    from megatron_autoinstrument.export.providers import Connection
 
 _logger = get_logger(__name__)
 

@@ -1,0 +1,44 @@
+"""The house: imports run downwards only, whether they are made at the top, in a function or for types alone."""
+
+import ast
+from pathlib import Path
+
+import megatron_autoinstrument
+
+ROOT = Path(megatron_autoinstrument.__file__).parent
+FLOORS = ("common", "process", "settings", "megatron", "recording", "export", "targets", "", "tools")
+"""The packages from the ground up; "" is the ways in, beside which only `version` may be imported from anywhere."""
+
+
+def _floor(module):
+    package = module.partition(".")[0]
+    if package in ("version", ""):
+        return 0  # the package itself imports the ways in only when they are asked for
+    return FLOORS.index(package if package in FLOORS else "")
+
+
+def _imports():
+    """(module, imported module), both without the package's name."""
+    for path in ROOT.rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if module == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == ROOT.name:
+                package = node.module.partition(".")[2]
+                for name in (alias.name for alias in node.names):
+                    inside = f"{package}.{name}".lstrip(".")
+                    is_module = (ROOT / Path(*inside.split("."))).with_suffix(".py").exists()
+                    yield module, inside if is_module else package
+
+
+def test_no_import_runs_upwards():
+    found = list(_imports())
+    assert len(found) > 150
+    upwards = [f"{module} imports {other}" for module, other in found if _floor(other) > _floor(module)]
+    assert upwards == []
+
+
+def test_each_package_says_what_it_is_for():
+    for package in filter(None, FLOORS):
+        assert ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())), package
