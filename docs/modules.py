@@ -12,18 +12,22 @@ from itertools import groupby
 
 PACKAGE = "megatron_autoinstrument"
 ROWS = ("tools", "", "targets", "export", "recording", "megatron", "settings", "process", "common")
+STYLE = (
+    "text{font:11px sans-serif}.row{font-weight:bold}rect{fill:#eef;stroke:#88a}"
+    ".down{stroke:#ccc}.up{stroke:#d22;stroke-width:2}"
+)
 WIDE, HIGH, LEFT, CHARACTER = 1500, 92, 120, 6.6
 
 
 def sources(revision):
     """Module: source, without the package's name, in the revision."""
-    names = subprocess.check_output(["git", "ls-tree", "-r", "--name-only", revision, PACKAGE], text=True).split()
-    return {
-        name.removeprefix(f"{PACKAGE}/").removesuffix(".py").removesuffix("/__init__").replace("/", "."): source
-        for name in names
-        if name.endswith(".py")
-        and (source := subprocess.check_output(["git", "show", f"{revision}:{name}"], text=True))
-    }
+    listing = ["git", "ls-tree", "-r", "--name-only", revision, PACKAGE]
+    found = {}
+    for name in subprocess.check_output(listing, text=True).split():
+        if name.endswith(".py"):
+            module = name.removeprefix(f"{PACKAGE}/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            found[module] = subprocess.check_output(["git", "show", f"{revision}:{name}"], text=True)
+    return found
 
 
 def imports(modules):
@@ -41,10 +45,9 @@ def imports(modules):
 
 def rows(modules, edges):
     """The modules of each row, from the top, under the row's name."""
+    names = sorted({*modules} - {"__init__"} - {row for row in ROWS if not any(one == row for one, _ in edges)})
     if "common" in modules:
-        return [
-            (row or "ways in", [m for m in sorted(modules) if row_of(m) == row and m != "__init__"]) for row in ROWS
-        ]
+        return [(row or "ways in", [module for module in names if row_of(module) == row]) for row in ROWS]
     depths = {}
 
     def depth(module, above=()):
@@ -53,7 +56,7 @@ def rows(modules, edges):
             depths[module] = 1 + max(below, default=-1)
         return depths.get(module, 0)
 
-    by_depth = sorted((m for m in modules if m != "__init__"), key=lambda m: (-depth(m), m))
+    by_depth = sorted(names, key=lambda module: -depth(module))
     return [(f"{number} below", list(found)) for number, found in groupby(by_depth, depth)]
 
 
@@ -65,33 +68,30 @@ def row_of(module):
 def draw(modules):
     edges = sorted(set(imports(modules)))
     laid_out = rows(modules, edges)
-    place, boxes = {}, []
-    for number, (_, names) in enumerate(laid_out):
-        step = (WIDE - LEFT) / max(1, len(names))
+    place, shapes = {}, []
+    for number, (title, names) in enumerate(laid_out):
+        top = 44 + HIGH * number
+        shapes.append(f'<text x="4" y="{top}" class="row">{escape(title)}</text>')
         for index, name in enumerate(names):
-            place[name] = (number, LEFT + step * (index + 0.5), 40 + HIGH * number + 18 * (index % 3))
-    for name, (_, x, y) in place.items():
-        label = name.rpartition(".")[2]
-        width = CHARACTER * len(label) + 10
-        boxes.append(
-            f'<rect x="{x - width / 2:.0f}" y="{y - 8}" width="{width:.0f}" height="16" rx="3" class="module"/>'
-        )
-        boxes.append(f'<text x="{x:.0f}" y="{y + 4}" text-anchor="middle">{escape(label)}</text>')
+            x = LEFT + (WIDE - 2 * LEFT) / max(1, len(names) - 1) * index if len(names) > 1 else WIDE / 2
+            y = top + 18 * (index % 3)
+            place[name] = (number, x, y)
+            label = name.rpartition(".")[2]
+            width = CHARACTER * len(label) + 10
+            shapes.append(f'<rect x="{x - width / 2:.0f}" y="{y - 12}" width="{width:.0f}" height="16" rx="3"/>')
+            shapes.append(f'<text x="{x:.0f}" y="{y}" text-anchor="middle">{escape(label)}</text>')
     lines = []
     for one, other in edges:
         if one in place and other in place:
             (row, x, y), (row_below, x_below, y_below) = place[one], place[other]
             kind = "up" if row_below < row else "down"
-            lines.append((kind, f'<line x1="{x:.0f}" y1="{y}" x2="{x_below:.0f}" y2="{y_below}" class="{kind}"/>'))
-    titles = [
-        f'<text x="4" y="{44 + HIGH * n}" class="row">{escape(name)}</text>' for n, (name, _) in enumerate(laid_out)
-    ]
-    up = sum(kind == "up" for kind, _ in lines)
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {60 + HIGH * len(laid_out)}" font-family="sans-serif">'
-    yield "<style>text{font-size:11px}.row{font-weight:bold}.module{fill:#eef;stroke:#88a}.down{stroke:#ccc}.up{stroke:#d22}</style>"
+            lines.append(f'<line class="{kind}" x1="{x:.0f}" y1="{y}" x2="{x_below:.0f}" y2="{y_below}"/>')
+    up = sum('class="up"' in line for line in lines)
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {60 + HIGH * len(laid_out)}">'
+    yield f"<style>{STYLE}</style>"
     yield f'<text x="4" y="16">{len(place)} modules, {len(lines)} imports, {up} of them upwards</text>'
-    yield from (line for _, line in sorted(lines))  # red over grey
-    yield from titles + boxes
+    yield from sorted(lines)  # red over grey
+    yield from shapes
     yield "</svg>"
 
 
