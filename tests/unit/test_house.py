@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 import megatron_autoinstrument
+from megatron_autoinstrument.common import semconv
+from megatron_autoinstrument.megatron.patching import Ledger
 
 ROOT = Path(megatron_autoinstrument.__file__).parent
 FLOORS = ("common", "process", "settings", "megatron", "recording", "export", "targets", "", "tools")
@@ -42,3 +44,20 @@ def test_no_import_runs_upwards():
 def test_each_package_says_what_it_is_for():
     for package in filter(None, FLOORS):
         assert ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())), package
+
+
+def test_the_seam_that_the_guide_adds_is_recorded(recorder, exporter, fake_module, monkeypatch):
+    _, _, code = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text().partition("```python\n")
+    monkeypatch.setitem(semconv.SPAN_GROUPS, "megatron.takes_long", "layer")
+    namespace = {}
+    exec(code.partition("```")[0], namespace)
+    megatron = fake_module("megatron.core.my_module", "def takes_long(size): return 2 * size")
+    patcher = Ledger()
+    patcher.install(namespace["SEAMS"], frozenset({"layer"}), recorder)
+    try:
+        assert megatron.takes_long(7) == 14
+    finally:
+        patcher.uninstall()
+    recorder.drain()
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, dict(span.attributes)) == ("megatron.takes_long", {"megatron.size": 7})
