@@ -49,7 +49,6 @@ _CORE_ALONE = (
     "megatron/training.py is no training loop that megatron-autoinstrument knows: it records no run, step, evaluation "
     "or checkpoint of it, and of megatron.core what it knows."
 )
-_FLAGS = ("--otel-span-groups", "--otel-service-name")
 
 
 class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its package has no types
@@ -57,7 +56,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
 
     `instrument()` may come before or after Megatron is imported, and again after `uninstrument()`, also while
     training runs. What to record, and on which ranks, is told by variables (see
-    `settings.environment_variables`) and by flags. On ranks that don't export, nothing is patched but
+    `settings.table`) and by flags. On ranks that don't export, nothing is patched but
     Megatron's argument parser and what it hands its result to. Any thread may call these, and a signal handler may:
     what is asked for while something else is being done comes after it, and nobody waits for that for ever.
     """
@@ -218,7 +217,7 @@ def _decide(last: bool = False) -> _Decision:
     settings = config.from_environment(
         place, warn=knows and place.rank == 0, settled=last or known is ranks.Known.SETTLED
     )
-    off = settings.enabled is False or not (settings.span_groups or settings.metrics or settings.logs)
+    off = settings.enabled is False or not (settings.span_groups or settings.metrics_enabled or settings.logs_enabled)
     records = not off and not ranks.is_helper_process() and strategies.chosen(settings, last)
     if records and nemo_lens.is_here():
         aside = nemo_lens.is_asked_for()
@@ -284,8 +283,8 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
     _watch_for_training()
     wanted = {
         **({"traces": given["traces"]} if settings.span_groups else {}),
-        **({"metrics": given["metrics"]} if settings.metrics else {}),
-        **({"logs": given["logs"]} if settings.logs else {}),
+        **({"metrics": given["metrics"]} if settings.metrics_enabled else {}),
+        **({"logs": given["logs"]} if settings.logs_enabled else {}),
     }
 
     def connect() -> Connection:
@@ -317,7 +316,7 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
 
     # A program that tells its ranks their places in another way than Megatron's has told it by the first record.
     RECORDER.connect_by(connect, plan, lambda: _in_turn(lambda: _look_again(last=True)))
-    other = {groups.METRICS: settings.metrics, groups.LOGS: settings.logs}
+    other = {groups.METRICS: settings.metrics_enabled, groups.LOGS: settings.logs_enabled}
     everything = settings.span_groups | {name for name, on in other.items() if on}
     if settings.ab:
         _compare(settings, place, everything)
@@ -393,7 +392,7 @@ def _patch(wanted: frozenset[str]) -> None:
 
 def _apply_flags(args: Any) -> None:
     """Megatron's arguments are known: what they say of us overrides the variables, the kill switch excepted."""
-    said = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in _FLAGS}
+    said = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in flags.WITH_VALUE}
     changed = {flag: value for flag, value in said.items() if value and config.flags.get(flag) != value}
     config.flags.update(changed)
     instrumentor = MegatronInstrumentor()

@@ -17,7 +17,6 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from megatron_autoinstrument.common.private_random import GENERATOR, random_span_id
 from megatron_autoinstrument.megatron import state
 from megatron_autoinstrument.process import ranks, store
-from megatron_autoinstrument.settings.environment_variables import NEMO_LENS_RUN_ID
 
 
 class PrivateIdGenerator(IdGenerator):
@@ -133,7 +132,7 @@ def run_key(run: int) -> str | None:
 def run_id(run: int) -> str:
     """The id of this run, the same on every rank: NEMO_LENS_RUN_ID, else SLURM's job id, else torchrun's run id,
     else one that the ranks agree on; before torch.distributed is initialised, a hash of its address."""
-    for name in (NEMO_LENS_RUN_ID, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+    for name in ("NEMO_LENS_RUN_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         value = os.environ.get(name, "").strip()
         if value and not (name == "TORCHELASTIC_RUN_ID" and value == "none"):
             return value

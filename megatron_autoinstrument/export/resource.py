@@ -10,7 +10,6 @@ from typing import Any
 from megatron_autoinstrument.common.finite import is_finite
 from megatron_autoinstrument.megatron import state
 from megatron_autoinstrument.process.ranks import Rank
-from megatron_autoinstrument.settings import environment_variables as names
 
 # Attribute: Megatron's argument.
 _ARGUMENTS = {
@@ -37,7 +36,7 @@ _PARALLEL_SIZES = {
 # Attribute: the variables that tell it, in the order in which they are believed. Where well-kept detector packages are
 # installed, OTEL_EXPERIMENTAL_RESOURCE_DETECTORS brings what they find; none is kept for SLURM or for pods' variables.
 _VARIABLES = {
-    "nemo.user.id": (names.NEMO_LENS_USER_ID,),
+    "nemo.user.id": ("NEMO_LENS_USER_ID",),
     "slurm.job.id": ("SLURM_JOB_ID",),
     "slurm.job.name": ("SLURM_JOB_NAME",),
     "slurm.nodelist": ("SLURM_NODELIST",),

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_autoinstrument.common import groups, semconv
 from megatron_autoinstrument.export import metrics
-from megatron_autoinstrument.settings import environment_variables
+from megatron_autoinstrument.settings import flags
+from megatron_autoinstrument.settings.table import SETTINGS
 from megatron_autoinstrument.targets import SEAMS
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,8 @@ UNPROVEN = tomllib.loads((ROOT / "fixtures" / "unproven.toml").read_text())
 BEYOND = {"megatron.save_checkpoint.async_write", "megatron.data_loading"}
 METRICS_BEYOND = {"megatron.training.nonfinite_iters"}
 VARIABLES_BEYOND = {"MEGATRON_OTEL_TRACE_SCOPE", "MEGATRON_OTEL_AB", "MEGATRON_OTEL_EXCEPTION_TEXT"}
+# Unset, something else may decide these first: how the run is started, and OpenTelemetry's own variables.
+DEFAULTS_ELSEWHERE = {"MEGATRON_OTEL_ENABLED": "0", "MEGATRON_OTEL_EXPORTER": "otlp"}
 
 
 def test_the_groups_are_the_contracts():
@@ -74,10 +77,31 @@ def test_the_readme_has_each_resource_key_and_each_flag():
         assert f"`{key}" in README, key
 
 
-def test_the_readme_and_the_contract_have_each_variable_that_is_read():
-    for name in (name for name in vars(environment_variables) if name.isupper()):
-        assert name in CONTRACT["environment"] or name in VARIABLES_BEYOND
-        assert name in README
+def test_the_variables_their_defaults_and_their_fallbacks_are_the_contracts():
+    settings = [setting for setting in SETTINGS.values() if not setting.name.startswith("OTEL_")]
+    defaults = {setting.name: setting.default for setting in settings} | {
+        setting.alias: "" for setting in settings if setting.alias
+    }
+    assert all(not defaults[name] for name in DEFAULTS_ELSEWHERE)
+    defaults |= DEFAULTS_ELSEWHERE
+    assert {name: defaults[name] for name in defaults.keys() - VARIABLES_BEYOND} == CONTRACT["environment"]
+    for setting in (setting for setting in settings if setting.kind):
+        names = [setting.name, *([setting.alias] if setting.alias else [])]
+        assert setting.variables == [*names, *(name.replace("MEGATRON_OTEL_", "NEMO_LENS_") for name in names)]
+
+
+def test_the_flags_are_the_contracts():
+    with_value = {setting.flag: setting.flag in flags.WITH_VALUE for setting in SETTINGS.values() if setting.flag}
+    assert with_value == {flag: kind != "flag" for flag, kind in CONTRACT["flags"].items()}
+
+
+def test_the_readmes_table_of_variables_is_that_of_the_settings():
+    rows = re.search(r"^\| Variable \| Default \| \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
+    assert rows.splitlines() == [
+        f"| `{setting.name}` |{f' `{setting.default}`' if setting.default else ''} | {setting.meaning}"
+        f"{f'; also read as `{setting.alias}`' if setting.alias else ''} |"
+        for setting in SETTINGS.values()
+    ]
 
 
 def test_the_metrics_are_the_contracts_and_the_readme_has_a_row_for_each():
