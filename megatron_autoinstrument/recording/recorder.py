@@ -819,10 +819,11 @@ class Recorder:
         Returns:
             Whether all was exported in time.
         """
+        if release:
+            self._holds = False  # also of a call that is about to begin
         thread, connection = self._thread, self._connection
         if thread is None or connection is None:
             return True
-        self._holds = self._holds and not release
         spans = self._ask(final, release)
         reserve = _OTHERS_S if self._other_thread is not None else 0.0
         spans.answered.wait(spans.deadline - reserve - monotonic())
@@ -856,8 +857,9 @@ class Recorder:
 
     def hand_on(self, release: bool = False) -> None:
         """Has our thread export what is closed, and doesn't wait; see `flush`. A signal handler may call it."""
+        if release:
+            self._holds = False
         if self._thread is not None and self._connection is not None:
-            self._holds = self._holds and not release
             self._ask(final=False, release=release)
 
     def cut_off(self, by: str, hurried: Callable[[], bool]) -> None:

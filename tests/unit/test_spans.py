@@ -561,6 +561,14 @@ def test_a_held_span_ends_when_its_call_did_with_what_is_known_later(recorder, e
     assert dict(span.attributes) == {"megatron.loss": 2.5}
 
 
+def test_a_call_that_begins_as_recording_ends_is_not_held_for_what_comes_later(recorder, exporter):
+    """A wrapper may have looked for its hook before it was taken out, and record the first call of the process."""
+    recorder.flush(release=True)
+    recorder.end(recorder.begin("megatron.train_step", LIVE), hold=True)
+    recorder.flush()
+    assert [span.name for span in exporter.get_finished_spans()] == ["megatron.train_step"]
+
+
 @pytest.mark.parametrize("what", ["the next step", "the end of the loop", "the end of the process"])
 def test_a_held_span_that_nobody_asks_for_ends_with(recorder, exporter, what):
     train = recorder.begin("megatron.train", LIVE)
