@@ -8,6 +8,7 @@ through the processor's queue, and encode.py makes its bytes when the exporter a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ _logger = get_logger(__name__)
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
+_NEVER_INFINITE = _PLAIN - {float}
 
 
 _given_up = False
@@ -90,7 +92,7 @@ class Direct:
                 return ()
             if is_patched(one) or is_patched(inner) or not encode.encodes_for(exporter_of(one)):
                 return ()
-        return tuple(one.on_end for one in processors)
+        return tuple(map(_taking, processors))
 
     def _give_up(self, error: Exception) -> None:
         """This SDK is another than those that are known: every span is the tracer's from here on, in this process."""
@@ -208,6 +210,37 @@ class Direct:
             self._give_up(error)
             return False
         return True
+
+    def hand_on_usual(self, waiting: deque[Record], most: int) -> tuple[int, Record | None]:
+        """Hands on what `waiting` begins with, at most so many, as long as it was frequent calls that ended without an
+        error, and one queue takes them.
+
+        Returns:
+            How many they were, and the first of another kind, if one was taken.
+        """
+        if len(self._takers) != 1 or self._tracer.span_processor._span_processors is not self._seen:
+            return 0, None
+        (take,), handed, plain = self._takers, 0, _NEVER_INFINITE
+        try:
+            while waiting and handed < most:
+                record = waiting.popleft()
+                if record.ended is None or record.error or record.span or record.trace is None:
+                    return handed, record
+                if attributes := record.attributes:
+                    for value in attributes.values():
+                        if type(value) not in plain:
+                            return handed, record
+                record.handed_by = self
+                try:
+                    take(record)
+                except Exception as error:  # noqa: BLE001
+                    record.handed_by = None
+                    self._give_up(error)
+                    return handed, record
+                handed += 1
+        finally:
+            self._ended.of_one += handed
+        return handed, None
 
     def _hand_on_finished(self, record: Record, span: Live, count: Tally) -> bool:
         if self._is_closed():
@@ -386,6 +419,16 @@ class Live(_Started):
         """Whether it has not ended."""
         state = vars(self).get("state")
         return state is None or (type(state) is not _Ended and state.is_recording())
+
+
+def _taking(processor: BatchSpanProcessor) -> Callable[[Any], None]:
+    """What takes a span that is sampled into the processor's queue: from SDK 1.34 on a part of its own, where the
+    processor asks for nothing but that."""
+    on_end: Any = BatchSpanProcessor.on_end
+    if on_end.__code__.co_names == ("context", "trace_flags", "sampled", "_batch_processor", "emit"):
+        emit: Callable[[Any], None] = inner_of(processor).emit
+        return emit
+    return processor.on_end
 
 
 def _is_plain(attributes: Mapping[str, Any] | None) -> bool:

@@ -199,10 +199,11 @@ class Export(logging.Filter):
     def _of_scope(self, batch: Any) -> int:
         if self._signal != "traces":
             return 0
-        return sum(
-            type(span) is Record or getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope
-            for span in batch
-        )
+        spans = [span for span in batch if type(span) is not Record]
+        of_scope = [
+            span for span in spans if getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope
+        ]
+        return len(batch) - len(spans) + len(of_scope)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -158,7 +158,10 @@ def _wrap(patch: _Patch, original: Function, call: Function) -> Function:
         except any_error as error:
             patch.end(hook, token, None, error)
             raise
-        patch.end(hook, token, result, None)
+        try:
+            hook.end(token, result, None)
+        except ordinary:
+            patch.turn_off()
         return result
 
     made: Any = wrapper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,6 +36,14 @@ class Direct(Protocol):
 
     def hand_on(self, record: Record) -> bool:
         """Hands on what ended without error. False where the tracer has to."""
+        ...
+
+    def hand_on_usual(self, waiting: deque[Record], most: int) -> tuple[int, Record | None]:
+        """Hands on what `waiting` begins with, at most so many, as long as there is nothing special about it.
+
+        Returns:
+            How many they were, and the first with something special, if one was taken.
+        """
         ...
 
 

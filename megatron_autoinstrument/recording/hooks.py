@@ -56,7 +56,12 @@ def span(
             attributes = None
             if readers:
                 attributes = {key: value for key, read in readers if (value := read(args, kwargs)) is not None}
+            if kind is FREQUENT:
+                return recorder.begin_frequent(name, attributes)
             return recorder.begin(name, kind, attributes)
+
+        if returned is None and not no_fault:
+            return Hook(begin, recorder.end_call)
 
         def end(record: Record, result: Any, error: BaseException | None) -> None:
             if error is not None and isinstance(error, no_fault):

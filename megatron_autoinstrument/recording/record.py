@@ -19,8 +19,24 @@ class Record:
     span, and is turned into bytes when the exporter asks for them."""
 
     __slots__ = (
-        *("attributes", "begun", "ended", "error", "handed_by", "identity", "kind", "link", "name", "offset", "owned"),
-        *("parent", "root", "slot", "span", "span_id", "token", "trace"),
+        "attributes",
+        "begun",
+        "ended",
+        "error",
+        "handed_by",
+        "identity",
+        "kind",
+        "link",
+        "name",
+        "offset",
+        "owned",
+        "parent",
+        "root",
+        "slot",
+        "span",
+        "span_id",
+        "token",
+        "trace",
     )
 
     context = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))

@@ -28,7 +28,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, Sta
 
 from megatron_autoinstrument.common import redact
 from megatron_autoinstrument.common.finite import finite
-from megatron_autoinstrument.common.private_random import random_span_id
+from megatron_autoinstrument.common.private_random import random_bits, random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.common.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.megatron import patching
@@ -136,6 +136,8 @@ class Recorder:
             identity: What the span's id is to be worked out from, where other ranks name it.
             root: The trace that it, and what is inside it, belongs to; else that of what encloses it.
         """
+        if kind is FREQUENT and root is None:
+            return self.begin_frequent(name, attributes, identity)
         if not self._ready and not self._get_ready():
             return None
         parent = self.current
@@ -149,12 +151,10 @@ class Recorder:
         if identity is not None:
             record.identity = identity
             record.root = root
-        if kind is not FREQUENT and parent is not None and parent.name in _RUN:
+        if parent is not None and parent.name in _RUN:
             record.anchor()
         if kind is LIVE:
             self._open(record)
-        elif kind is FREQUENT:
-            self._keep(record)
         elif root is not None:
             # What is inside belongs to another trace than what is around, and has no parent.
             record.trace, record.span_id = None, 0
@@ -164,10 +164,55 @@ class Recorder:
             self._muted_by = record  # last: who instruments anew between the two resets both
         return record
 
+    def begin_frequent(
+        self, name: str, attributes: dict[str, Any] | None = None, identity: Identity | None = None
+    ) -> Record | None:
+        """`begin` for a FREQUENT record: most calls come here, so that it calls nothing that it can do itself."""
+        if not self._ready and not self._get_ready():
+            return None
+        parent = self.current
+        if parent is None:
+            self._training_thread = get_ident()
+            return self._begin_outermost(name, attributes, identity)
+        if parent.name == name:
+            return None
+        if (thread := get_ident()) != self._training_thread:
+            return self._begin_elsewhere(thread, name, FREQUENT, attributes)
+        record = Record()
+        record.name = name
+        record.kind = FREQUENT
+        record.parent = parent
+        record.attributes = attributes
+        record.identity = identity
+        record.owned = True
+        record.link = record.root = record.span = record.token = record.error = record.handed_by = record.ended = None
+        record.begun = monotonic_ns()
+        record.offset = parent.offset
+        trace = record.trace = parent.trace
+        if len(self._waiting) >= MAX_WAITING:
+            record.slot = 0
+            self._drop(record)
+        else:
+            if trace is None:
+                record.span_id = 0
+            else:
+                record.span_id = random_bits(64) or 1 if identity is None else span_id(identity)
+            journal = self.journal
+            record.slot = 0 if journal is None else journal.begin(record, parent.span_id, 0)
+            self._waiting.append(record)
+        self.current = record
+        return record
+
+    def _begin_outermost(self, name: str, attributes: dict[str, Any] | None, identity: Identity | None) -> Record:
+        record = open_record(name, FREQUENT, None, attributes)
+        record.identity = identity
+        self.current = self._keep(record)
+        return record
+
     def begin_together(self, names: Sequence[str], attributes: dict[str, Any]) -> list[Record] | None:
         """Opens one frequent record for each thing that a call does at once: same parent, same times, the first of
         them running. Close them with `end_together`."""
-        first = self.begin(names[0], FREQUENT, attributes or None)
+        first = self.begin_frequent(names[0], attributes or None)
         if first is None:
             return None
         records = [first]
@@ -197,6 +242,32 @@ class Recorder:
             self.current = record.parent
         else:
             self._end_elsewhere(record)
+        if error is None and not attributes and record.kind is FREQUENT:
+            if (slot := record.slot) and (journal := self.journal) is not None:
+                journal.end(slot, ended)
+        else:
+            self._end_with_more(record, ended, error, attributes, hold)
+        record.ended = ended  # last: from here on the thread may take it
+
+    def end_call(self, record: Record, result: Any, error: BaseException | None) -> None:
+        """`end`, as the end of a hook: of a call whose result says nothing."""
+        if error is not None or record.kind is not FREQUENT or not record.owned:
+            self.end(record, error)
+            return
+        ended = monotonic_ns()
+        self.current = record.parent
+        if (slot := record.slot) and (journal := self.journal) is not None:
+            journal.end(slot, ended)
+        record.ended = ended  # last: from here on the thread may take it
+
+    def _end_with_more(
+        self,
+        record: Record,
+        ended: int,
+        error: BaseException | None,
+        attributes: dict[str, Any] | None,
+        hold: bool,
+    ) -> None:
         if attributes:
             record.attributes = {**record.attributes, **attributes} if record.attributes else attributes
         if error is not None:
@@ -213,7 +284,6 @@ class Recorder:
                 journal.end_kept(record.slot, ended)
         if record.kind is LIVE:
             self._close(record, ended, hold and self._holds)
-        record.ended = ended  # last: from here on the thread may take it
 
     def link(self, record: Record, to: Identity) -> None:
         """Says what a record is linked to."""
@@ -709,7 +779,10 @@ class Recorder:
                         self._unfinished.remove(record)
                         self._hand_over(record)
             while self._waiting:
-                record = self._waiting.popleft()
+                unusual = self._hand_over_usual()
+                if unusual is None and not self._waiting:
+                    break
+                record = unusual or self._waiting.popleft()
                 running = record.ended is None and not self._is_lost(record)
                 if running and len(self._unfinished) < MAX_WAITING:
                     self._unfinished.append(record)
@@ -728,6 +801,35 @@ class Recorder:
         """Somebody flushes the provider, or shuts it down. After the last flush of ours, nobody waits any more."""
         return self.drain(seconds=0 if "spans" in self._last else _FOR_A_FLUSH_S)
 
+    def _hand_over_usual(self) -> Record | None:
+        """Hands over what waits, as long as there is nothing special about it: most of all records, at half the cost.
+
+        Returns:
+            The first with something special, if one was taken.
+        """
+        connection = self._connection
+        if connection is None or connection.closed:
+            return None
+        try:
+            most = _FLUSH_EVERY - self._handed % _FLUSH_EVERY
+            handed, record = connection.direct.hand_on_usual(self._waiting, most)
+            if handed:
+                self._count_handed(handed)
+        except Exception:
+            if patching.reraise_internal_errors:
+                raise
+            _logger.debug("Records could not be handed on together", exc_info=True)
+            return None
+        return record
+
+    def _count_handed(self, spans: int) -> None:
+        self._handed = handed = self._handed + spans
+        if handed % _FLUSH_EVERY == 0 and self._connection is not None:
+            try:
+                self._connection.flush_spans()
+            except Exception:
+                _logger.debug("Spans could not be flushed", exc_info=True)
+
     def _hand_over(self, record: Record) -> None:
         """Makes a span of what is over, or counts what is lost."""
         connection = self._connection
@@ -741,12 +843,7 @@ class Recorder:
         except Exception:
             self._drop(record)  # by a processor or sampler of somebody's
             _logger.debug("A span could not be handed on", exc_info=True)
-        self._handed = handed = self._handed + 1
-        if handed % _FLUSH_EVERY == 0 and connection is not None:
-            try:
-                connection.flush_spans()
-            except Exception:
-                _logger.debug("Spans could not be flushed", exc_info=True)
+        self._count_handed(1)
 
     def _is_lost(self, record: Record) -> bool:
         """Whether a fault of ours has left an open record behind: what encloses it has ended, and it runs on no other

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_autoinstrument.common.semconv import COMBINED, OVERLAPPED, SENDER_RECORDED
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
-from megatron_autoinstrument.recording.record import FREQUENT, Record
+from megatron_autoinstrument.recording.record import Record
 from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.run import Pass
 from megatron_autoinstrument.recording.traces import Identity
@@ -213,7 +213,7 @@ def _begin_linked(recorder: Recorder, passing: Pass, source: _Source, args: Argu
     attributes = {"dl.pipeline_parallel.rank": stage}
     if source.number < warmup:
         attributes["dl.microbatch_id"] = source.number
-    record = recorder.begin("megatron.pp.recv_forward.linked", FREQUENT, attributes)
+    record = recorder.begin_frequent("megatron.pp.recv_forward.linked", attributes)
     if record is not None:
         _link(recorder, record, source)
     return record

@@ -14,7 +14,7 @@ from megatron_autoinstrument.common.semconv import FORWARD_ONLY
 from megatron_autoinstrument.megatron import torch_state
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.recording.hooks import kind_of
-from megatron_autoinstrument.recording.record import FREQUENT, LIVE, Record
+from megatron_autoinstrument.recording.record import LIVE, Record
 from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.run import Pass, Run
 from megatron_autoinstrument.recording.traces import Identity
@@ -56,12 +56,9 @@ def _microbatch(what: str, original: Function, recorder: Recorder) -> Hook:
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
         number = microbatch(args, kwargs)
         attributes = None if number is None else {"megatron.microbatch_id": number}
-        return recorder.begin(name, FREQUENT, attributes, identity_of_next(recorder.run, what))
+        return recorder.begin_frequent(name, attributes, identity_of_next(recorder.run, what))
 
-    def end(record: Record, result: Any, error: BaseException | None) -> None:
-        recorder.end(record, error)
-
-    return Hook(begin, end)
+    return Hook(begin, recorder.end_call)
 
 
 def identity_of_next(run: Run, what: str) -> Identity | None:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_autoinstrument.common.semconv import RECOMPUTED
 from megatron_autoinstrument.megatron import torch_state
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.recording.record import FREQUENT, Record
+from megatron_autoinstrument.recording.record import Record
 from megatron_autoinstrument.recording.recorder import Recorder
 
 _TRANSFORMER = "megatron.core.transformer"
@@ -33,13 +33,13 @@ def layer_span(name: str) -> Callable[[Function, Recorder], Hook]:
         def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
             if is_capturing():
                 return None
-            return recorder.begin(name, FREQUENT, _AGAIN if in_backward() else None)
+            return recorder.begin_frequent(name, _AGAIN if in_backward() else None)
 
         def end(record: Record, result: Any, error: BaseException | None) -> None:
             # torch.utils.checkpoint leaves a recomputation by an exception once it has what it needs: no fault.
             if error is not None and type(error).__name__ == "_StopRecomputationError":
                 error = None
-            recorder.end(record, error)
+            recorder.end_call(record, result, error)
 
         return Hook(begin, end)
 
