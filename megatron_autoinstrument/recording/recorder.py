@@ -185,7 +185,8 @@ class Recorder:
         record.attributes = attributes
         record.identity = identity
         record.owned = True
-        record.link = record.root = record.span = record.token = record.error = record.handed_by = record.ended = None
+        record.link = record.root = record.span = record.token = record.current_in = record.error = None
+        record.handed_by = record.ended = None
         record.begun = monotonic_ns()
         record.offset = parent.offset
         trace = record.trace = parent.trace
@@ -528,6 +529,30 @@ class Recorder:
 
     def _open(self, record: Record) -> None:
         assert self._connection is not None
+        around, context = record.parent, context_api.get_current()
+        if (
+            around is not None
+            and around.current_in is context  # nothing of the application's is between, as nearly always
+            and around.span is not None
+            and record.trace is not None
+            and record.root is None
+        ):
+            attributes = finite(record.attributes) if record.attributes else None
+            wanted = None if record.identity is None else span_id(record.identity)
+            of_it = (record.name, record.begun + record.offset, attributes, (), wanted)
+            span = self._connection.direct.start(around.span.get_span_context(), None, *of_it)
+            if span is not None:
+                record.span = span
+                parent_id, record.span_id = record.span_id, span.get_span_context().span_id
+                if (journal := self.journal) is not None:
+                    record.slot = journal.keep(record, parent_id)
+                record.current_in = context = trace.set_span_in_context(span, context)
+                record.token = context_api.attach(context)
+                return
+        self._open_anywhere(record)
+
+    def _open_anywhere(self, record: Record) -> None:
+        assert self._connection is not None
         place = self._place(record)
         described = _described(record, place)
         context: context_api.Context | None = None
@@ -561,7 +586,8 @@ class Recorder:
             record.slot = journal.keep(record, parent_id)
         if not self._connection.chooses_ids:
             record.trace = None
-        record.token = context_api.attach(trace.set_span_in_context(span))
+        record.current_in = trace.set_span_in_context(span)
+        record.token = context_api.attach(record.current_in)
 
     def _place(self, record: Record) -> _Place:
         at: Record | None = record
@@ -621,11 +647,13 @@ class Recorder:
         span = record.span
         if record.token is not None:
             context_api.detach(record.token)  # before a processor of somebody's may fail
+            record.current_in = None
         if self._held is not None and (hold or self._held.parent is record):
             self.release()
         if span is None:
             return
-        _mark(span, record, ended + record.offset)
+        if record.error is not None:
+            _mark(span, record, ended + record.offset)
         record.ended = ended  # before another thread may release or take it
         if hold:
             self._held = record

@@ -354,6 +354,7 @@ def test_what_is_inside_a_span_that_was_lost_is_inside_of_what_is_around(provide
         return hand_on(self, record)
 
     monkeypatch.setattr(direct.Direct, "hand_on", fail)
+    monkeypatch.setattr(direct.Direct, "hand_on_usual", lambda self, waiting, most: (0, None))
     for one in (inside, lost, step):
         recorder.end(one)
     recorder.flush()

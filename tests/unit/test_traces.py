@@ -211,8 +211,14 @@ def test_a_ratio_keeps_whole_steps_the_same_ones_on_every_rank(spans_of):
 def test_a_step_that_the_sampler_drops_makes_no_record_of_what_is_inside(spans_of, monkeypatch):
     recorder = instrumentor.RECORDER
     kept = []
-    keep = recorder._keep
-    monkeypatch.setattr(recorder, "_keep", lambda record: kept.append(record.name) or keep(record))
+    begin = recorder.begin_frequent
+
+    def keeping(name, *more):
+        if (record := begin(name, *more)) is not None:
+            kept.append(name)
+        return record
+
+    monkeypatch.setattr(recorder, "begin_frequent", keeping)
     for groups in ("all", "job,microbatch"):  # asked once, by the step's span or for it
         kept.clear()
         assert not spans_of(0, range(3), ALWAYS_OFF, groups)
