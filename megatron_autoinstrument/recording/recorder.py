@@ -210,15 +210,18 @@ class Recorder:
         self.current = self._keep(record)
         return record
 
-    def begin_together(self, names: Sequence[str], attributes: dict[str, Any]) -> list[Record] | None:
+    def begin_together(
+        self, names: Sequence[str], attributes: dict[str, Any], identities: Sequence[Identity | None] = ()
+    ) -> list[Record] | None:
         """Opens one frequent record for each thing that a call does at once: same parent, same times, the first of
         them running. Close them with `end_together`."""
-        first = self.begin_frequent(names[0], attributes or None)
+        first = self.begin_frequent(names[0], attributes or None, identities[0] if identities else None)
         if first is None:
             return None
         records = [first]
-        for name in names[1:]:
+        for index, name in enumerate(names[1:], 1):
             other = open_record(name, FREQUENT, first.parent, attributes, owned=False)
+            other.identity = identities[index] if identities else None
             other.begun, other.offset = first.begun, first.offset
             records.append(self._keep(other))
         return records
@@ -557,14 +560,14 @@ class Recorder:
         described = _described(record, place)
         context: context_api.Context | None = None
         span: trace.Span | None = None
-        current = trace.get_current_span().get_span_context()
         direct = False
-        if current is place.parent:
+        if place.opens_step:
+            span = self._connection.direct.start(None, place.trace, *described)
+            if span is None:
+                context = trace.set_span_in_context(trace.INVALID_SPAN)
+        elif (current := trace.get_current_span().get_span_context()) is place.parent:
             span = self._connection.direct.start(current, None, *described)
             direct = span is not None
-        elif place.opens_step:
-            context = trace.set_span_in_context(trace.INVALID_SPAN)
-            span = self._connection.direct.start(None, place.trace, *described)
         elif not current.is_valid:
             context = _context_of(place.parent)
         if span is None:
@@ -1103,12 +1106,25 @@ def _context_of(parent: SpanContext | None) -> context_api.Context:
 
 def _described(record: Record, place: _Place) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
     """What is known of its span when it starts: name, start, attributes, links and id."""
-    # An exporter may take each link's attributes for a mapping, as the SDK's are.
-    links: tuple[Link, ...] = () if place.around is None else (Link(place.around, {}),)
+    links = () if place.around is None else _links_around(place.around)
     if record.link is not None:
         links += (Link(linked(record.link), {}),)
     attributes = finite(record.attributes) if record.attributes else None
     return record.name, record.start, attributes, links, _wanted_id(record)
+
+
+_latest_around: tuple[SpanContext | None, tuple[Link, ...]] = (None, ())
+
+
+def _links_around(context: SpanContext) -> tuple[Link, ...]:
+    """A link to it: all steps of a run have the same one, which takes long to make."""
+    global _latest_around
+    latest, links = _latest_around
+    if latest is not context:
+        # An exporter may take each link's attributes for a mapping, as the SDK's are.
+        links = (Link(context, {}),)
+        _latest_around = context, links
+    return links
 
 
 def _wanted_id(record: Record) -> int | None:

@@ -27,10 +27,8 @@ def _combined(original: Function, recorder: Recorder) -> Hook:
         identities = [schedules.identity_of_next(recorder.run, what) for what in directions]
         attributes = {COMBINED_MICROBATCHES: True} if len(directions) > 1 else {}
         names = [f"megatron.microbatch.{what}" for what in directions]
-        records = recorder.begin_together(names, attributes) if names else None
+        records = recorder.begin_together(names, attributes, identities) if names else None
         if records is not None:
-            for record, identity in zip(records, identities, strict=True):
-                record.identity = identity
             if (number := microbatch(args, kwargs)) is not None:
                 records[0].attributes = {**attributes, "megatron.microbatch_id": number}
         return records

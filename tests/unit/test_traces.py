@@ -432,6 +432,19 @@ def test_a_receive_that_is_called_by_keyword_alone_finds_its_sender(
     assert record.link == (((1, 6, "forward", "megatron.train_step", 1, 0, 0), 0) if linked else None)
 
 
+def test_what_a_call_does_at_once_has_the_ids_that_other_ranks_name(recorder, exporter):
+    """As the forward and the backward of two microbatches that --overlap-moe-expert-parallel-comm combines."""
+    recorder.run.traces = Traces("run", 7, True, 1)
+    step = recorder.begin("megatron.train_step", LIVE, None, ((1, 7, "megatron.train_step", 1, 0), 0), 1)
+    names = ["megatron.microbatch.forward", "megatron.microbatch.backward"]
+    identities = [((1, 7, what, 0), 3) for what in ("forward", "backward")]
+    recorder.end_together(recorder.begin_together(names, {}, identities), None)
+    recorder.end(step)
+    recorder.flush()
+    found = {span.name: span.context.span_id for span in exporter.get_finished_spans()}
+    assert [found[name] for name in names] == [traces.span_id(identity) for identity in identities]
+
+
 P2P = """
 def recv_forward(tensor_shape, config, is_first_stage): pass
 def send_backward_recv_forward(input_tensor_grad, tensor_shape, config, is_first_stage): pass
