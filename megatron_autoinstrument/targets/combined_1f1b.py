@@ -28,9 +28,8 @@ def _combined(original: Function, recorder: Recorder) -> Hook:
         attributes = {COMBINED_MICROBATCHES: True} if len(directions) > 1 else {}
         names = [f"megatron.microbatch.{what}" for what in directions]
         records = recorder.begin_together(names, attributes, identities) if names else None
-        if records is not None:
-            if (number := microbatch(args, kwargs)) is not None:
-                records[0].attributes = {**attributes, "megatron.microbatch_id": number}
+        if records is not None and (number := microbatch(args, kwargs)) is not None:
+            records[0].attributes = {**attributes, "megatron.microbatch_id": number}
         return records
 
     def end(records: list[Record], result: Any, error: BaseException | None) -> None:
