@@ -1,7 +1,7 @@
 """The hot path: what one call of Megatron becomes on its way to a span.
 
 A call costs two clock reads and a record. Records of coarse calls are live OpenTelemetry spans, current while they
-run; those of frequent calls become spans later, in a thread of ours, with the times that were read.
+run; those of frequent calls become spans later, in this package's thread, with the times that were read.
 
 The clock is the monotonic one. What it lacks to the wall clock is found out once for each step, or other record that
 nothing but the run encloses, and holds for all that is inside: a step of the wall clock moves spans, and bends none.
@@ -11,111 +11,63 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from threading import get_ident
-from time import monotonic, monotonic_ns, sleep
-from typing import Any, NamedTuple
+from time import monotonic_ns
+from typing import Any
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode
 
 from megatron_autoinstrument.common import redact
-from megatron_autoinstrument.common.finite import finite
 from megatron_autoinstrument.common.private_random import random_bits, random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.common.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.megatron import patching
-from megatron_autoinstrument.megatron.patching import Arguments
+from megatron_autoinstrument.recording import outbox
 from megatron_autoinstrument.recording.connection import Connection
-from megatron_autoinstrument.recording.journal import Journal
 from megatron_autoinstrument.recording.journal import create as create_journal
-from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked, open_record
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, open_record
 from megatron_autoinstrument.recording.run import Run
+from megatron_autoinstrument.recording.spans import Spans, mark
 from megatron_autoinstrument.recording.traces import Identity, Traces, span_id
+from megatron_autoinstrument.recording.workers import Worker
 
 _logger = get_logger(__name__)
 
-Attributes = Mapping[str, Any]
-Reader = Callable[[Arguments, Mapping[str, Any]], Any]
-
-RUN_GROUPS = {"job", "model_init", "load_checkpoint", "checkpoint", "evaluate"}
-"""What belongs to no step."""
 _RUN = frozenset(name for name, group in SPAN_GROUPS.items() if group == "job")
 _SCOPES = ("megatron.train_step", "megatron.evaluate")
 
-THREAD = "megatron-autoinstrument"
-"""The name of this package's threads."""
 
-MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
-_DRAIN_INTERVAL_S = 0.5
-_OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take all the rest
-_FOR_A_FLUSH_S = 5.0  # how long somebody's flush or shutdown waits for what our thread is handing on
-_FOR_OTHERS_S = 1.0  # and how long the last one waits for a thread that may never go on
-_FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
-
-
-class _Place(NamedTuple):
-    """Where a span belongs."""
-
-    parent: SpanContext | None
-    trace: int | None = None  # the one that it is a root of; None: any
-    opens_step: bool = False  # as an outermost span of a step, whatever is current
-    around: SpanContext | None = None  # what is around that step: a link
-
-
-class Recorder:
-    """What is running now, and what waits to become spans. State is explicit and global: autograd's threads have an
-    empty OpenTelemetry context, and what runs there belongs under what the training thread is doing."""
+class Recorder(Spans):
+    """What is running now. State is explicit and one for all threads: autograd's have an empty OpenTelemetry context,
+    and what runs there belongs under what the training thread is doing."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.current: Record | None = None
-        self.dropped = 0  # spans that never reached OpenTelemetry
-        self._counted = 0  # lost spans that are in the metric already
-        self._reported = 0  # and those that have been told of
-        self._not_exported = 0  # of connections that were let go
-        self._connect: Callable[[], Connection] | None = None
-        self._connection: Connection | None = None
-        self._ready = False
         self.muted = 0
         """How many reasons there are why calls are of no interest for now."""
-        self._muted_by: Record | None = None  # a step that the sampler drops
-        self._confirm: Callable[[], None] = lambda: None
-        self._plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None
-        self.run = Run()
         self.groups: frozenset[str] = frozenset()
         """The span groups, and what else is recorded, that are on."""
         self.all_counted = True
         """Whether every call that a `Pass` counts is seen, as far as this rank can know."""
         self.when_arguments_known: Callable[[Any], None] = lambda args: None
         """Called with Megatron's arguments when they are parsed, and when its parallel groups are made."""
-        self.journal: Journal | None = None
-        """What the process leaves behind, however it ends; None before it is connected."""
+        self._ready = False
+        self._connect: Callable[[], Connection] | None = None
+        self._confirm: Callable[[], None] = lambda: None
+        self._plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None
         self._deferred: Record | None = None
         self._held: Record | None = None
-        self._holds = True  # whether somebody will release it
+        self._muted_by: Record | None = None  # a step that the sampler drops
         self._training_thread = 0
         self._elsewhere: dict[int, Record] = {}  # what is running on other threads, by the thread
-        self._waiting: deque[Record] = deque()
-        self._unfinished: list[Record] = []  # those of them that were running when their turn came
         self._background: list[Record] = []
         self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
-        self._thread: _Thread | None = None
-        self._other_thread: _Thread | None = None  # for metrics and logs, when spans keep the first one busy
-        self._last: dict[str, _Request] = {}  # of the process: its exit and a signal share them
-        self._cut_off_by: str | None = None  # the signal
-        self._told_of_signal = False
-        self._told_of_loss = False
-        self._stopped = False  # the export of spans, before the metrics left with the number of those lost
-        self._handed = 0  # spans handed to OpenTelemetry so far
-        self._draining = threading.Lock()
-        self._draining_thread = 0
 
     # ------------------------------------------------------------------------------------------ the hot path
 
@@ -190,7 +142,7 @@ class Recorder:
         record.begun = monotonic_ns()
         record.offset = parent.offset
         trace = record.trace = parent.trace
-        if len(self._waiting) >= MAX_WAITING:
+        if len(self._waiting) >= outbox.MAX_WAITING:
             record.slot = 0
             self._drop(record)
         else:
@@ -325,18 +277,12 @@ class Recorder:
             self._elsewhere[get_ident()] = record.parent
 
     def _keep(self, record: Record) -> Record:
-        if len(self._waiting) < MAX_WAITING:
+        if len(self._waiting) < outbox.MAX_WAITING:
             self._identify(record)
             self._waiting.append(record)
         else:
             self._drop(record)
         return record
-
-    def _drop(self, record: Record) -> None:
-        """Counts a record that gives no span: what is inside belongs to what is around."""
-        self.dropped += 1
-        record.kind = SILENT
-        record.span_id = record.parent.span_id if record.parent is not None else 0
 
     def _identify(self, record: Record) -> None:
         """Gives a record that opens its ids and its place in the journal."""
@@ -512,10 +458,10 @@ class Recorder:
             self._follow(self._plan(self._connection, self.run.number))
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
-            self._thread = _Thread("spans", self._hand_on)
+            self._thread = Worker("spans", self._hand_on)
             atexit.register(self.exit)
         if self._other_thread is None and self._connection is not None and self._connection.others:
-            self._other_thread = _Thread(self._connection.others)
+            self._other_thread = Worker(self._connection.others)
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._open(deferred)
@@ -530,119 +476,12 @@ class Recorder:
             self.run.key = traces.key
         self.run.traces = traces
 
-    def _open(self, record: Record) -> None:
-        assert self._connection is not None
-        around, context = record.parent, context_api.get_current()
-        if (
-            around is not None
-            and around.current_in is context  # nothing of the application's is between, as nearly always
-            and around.span is not None
-            and record.trace is not None
-            and record.root is None
-        ):
-            attributes = finite(record.attributes) if record.attributes else None
-            wanted = None if record.identity is None else span_id(record.identity)
-            of_it = (record.name, record.begun + record.offset, attributes, (), wanted)
-            span = self._connection.direct.start(around.span.get_span_context(), None, *of_it)
-            if span is not None:
-                record.span = span
-                parent_id, record.span_id = record.span_id, span.get_span_context().span_id
-                if (journal := self.journal) is not None:
-                    record.slot = journal.keep(record, parent_id)
-                record.current_in = context = trace.set_span_in_context(span, context)
-                record.token = context_api.attach(context)
-                return
-        self._open_anywhere(record)
-
-    def _open_anywhere(self, record: Record) -> None:
-        assert self._connection is not None
-        place = self._place(record)
-        described = _described(record, place)
-        context: context_api.Context | None = None
-        span: trace.Span | None = None
-        direct = False
-        if place.opens_step:
-            span = self._connection.direct.start(None, place.trace, *described)
-            if span is None:
-                context = trace.set_span_in_context(trace.INVALID_SPAN)
-        elif (current := trace.get_current_span().get_span_context()) is place.parent:
-            span = self._connection.direct.start(current, None, *described)
-            direct = span is not None
-        elif not current.is_valid:
-            context = _context_of(place.parent)
-        if span is None:
-            try:
-                span = self._connection.start_span(context, place.trace, *described)
-            except Exception as error:  # noqa: BLE001
-                record.kind = SILENT  # what is inside belongs to what is around
-                if record.root is not None:
-                    record.trace, record.span_id = None, 0
-                self._lose(error)
-                return
-        record.span = span
-        parent_id, made = record.span_id, span.get_span_context()
-        record.span_id = made.span_id
-        if not direct or record.trace is None:  # else it is in the trace of what is around
-            known = made.trace_flags.sampled and not made.trace_state
-            record.trace = made.trace_id.to_bytes(16, "big") if known else None
-        if (journal := self.journal) is not None:
-            record.slot = journal.keep(record, parent_id)
-        if not self._connection.chooses_ids:
-            record.trace = None
-        record.current_in = trace.set_span_in_context(span)
-        record.token = context_api.attach(record.current_in)
-
-    def _place(self, record: Record) -> _Place:
-        at: Record | None = record
-        while at is not None:
-            if at.span is not None:
-                return _Place(at.span.get_span_context())
-            if at.handed_by is not None:
-                return _Place(at.nearest_context)
-            if at.root is not None:
-                return _Place(None, at.root, True, at.parent.nearest_context if at.parent is not None else None)
-            at = at.parent
-        traces = self.run.traces  # another thread may instrument anew
-        if traces is not None and (not traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
-            return _Place(None, traces.run)
-        return _Place(None)
-
     def release(self, attributes: dict[str, Any] | None = None) -> None:
         """Ends the span that is held, if any, with the end that its call had."""
         held, self._held = self._held, None
         if held is not None and held.span is not None:
             held.attributes = {**(held.attributes or {}), **(attributes or {})}
             self._end(held, held.span)
-
-    def _end(self, record: Record, span: trace.Span) -> None:
-        """Ends the span of a live record: in our thread, where nobody has asked the span for anything."""
-        if (
-            self._connection is not None
-            and len(self._waiting) < MAX_WAITING
-            and self._connection.direct.finish(span, record.end, record.attributes)
-        ):
-            self._waiting.append(record)
-            return
-        try:
-            if record.attributes:
-                span.set_attributes(finite(record.attributes))
-            span.end(record.end)
-        except Exception as error:  # noqa: BLE001
-            self._lose(error)
-        if self._connection is not None and self._connection.closed:
-            self.dropped += 1
-
-    def _lose(self, error: Exception) -> None:
-        """A sampler or a processor of the application's has failed, which costs one span and not its recording."""
-        self.dropped += 1
-        level = logging.DEBUG if self._told_of_loss else logging.WARNING
-        self._told_of_loss = True
-        _logger.log(
-            level,
-            "A span was lost, since a sampler or processor of spans raised %s. (Told once: training goes on, and spans "
-            "that are lost are counted and reported at the end.)",
-            type(error).__name__,
-        )
 
     def _close(self, record: Record, ended: int, hold: bool) -> None:
         if record is self._deferred:
@@ -656,7 +495,7 @@ class Recorder:
         if span is None:
             return
         if record.error is not None:
-            _mark(span, record, ended + record.offset)
+            mark(span, record, ended + record.offset)
         record.ended = ended  # before another thread may release or take it
         if hold:
             self._held = record
@@ -696,25 +535,12 @@ class Recorder:
             self._background.remove(record)
             if record.slot and self.journal is not None:
                 self.journal.end(record.slot, record.ended)
-            if len(self._waiting) < MAX_WAITING:
+            if len(self._waiting) < outbox.MAX_WAITING:
                 self._waiting.append(record)
             else:
                 self._drop(record)
 
     # ------------------------------------------------------------------------------------------ towards OpenTelemetry
-
-    def _hand_on(self) -> None:
-        self.drain()
-        self._count_lost()
-
-    def _lost(self, final: bool) -> int:
-        """How many spans are lost, as far as it is known now. It takes no lock: a signal handler may call it."""
-        if self._connection is None:
-            return 0
-        lost = self.dropped + self._not_exported + self._connection.lost(final)
-        if final:
-            lost += len(self._waiting) + len(self._unfinished) + self._still_open()
-        return lost
 
     def _still_open(self) -> int:
         """The spans that the last flush was to end, as long as it hasn't."""
@@ -726,155 +552,6 @@ class Recorder:
             number += record.kind is LIVE and record.span is not None
             record = record.parent
         return number
-
-    def _certainly_lost(self) -> int:
-        """How many are lost whatever happens: where the last flush has not ended, what it was to export may arrive."""
-        last = self._last.get("spans")
-        return self._lost(final=self._stopped or (last is not None and last.done is True))
-
-    def _on_its_way(self) -> str:
-        """What is to be said of what an exporter has got, and has no answer for."""
-        sent = self._connection.sent if self._connection is not None else 0
-        return f", of which {sent} were on their way and may have arrived" if sent else ""
-
-    def _count_lost(self) -> None:
-        """Brings the metric of lost spans up to date."""
-        lost = self._certainly_lost()
-        if self._connection is not None and lost > self._counted:
-            self._connection.count_lost(lost - self._counted)
-            self._counted = lost
-
-    def _ask(self, final: bool, release: bool = False) -> _Request:
-        """Asks our thread for a flush; the last one closes what is open, and there is one of it."""
-        thread, connection = self._thread, self._connection
-        assert thread is not None
-        assert connection is not None
-
-        def flush_spans() -> None:
-            if final:
-                try:
-                    self.close_open_records(self._cut_off_by)
-                except Exception:
-                    _logger.warning("What was still running could not be recorded.", exc_info=True)
-            elif release:
-                self.release()
-            self.drain(final)
-            connection.flush_spans(final)
-
-        request = self._last.setdefault("spans", _Request(flush_spans)) if final else _Request(flush_spans)
-        request.deadline = request.deadline or monotonic() + connection.exit_timeout_s
-        return thread.ask(request)
-
-    def _ask_others(self, final: bool, deadline: float) -> _Request | None:
-        """Asks for a flush of metrics and logs, if there are any."""
-        thread, connection = self._other_thread, self._connection
-        if thread is None or connection is None:
-            return None
-
-        def flush_others() -> None:
-            last = self._last.get("spans")
-            if final and (last is None or last.done is None):
-                self._stopped = connection.stop_failing()
-            self._count_lost()  # before the metrics leave
-            connection.flush_others(final)
-
-        request = _Request(flush_others)
-        request = self._last.setdefault("others", request) if final else request
-        request.deadline = deadline
-        return thread.ask(request)
-
-    def drain(self, final: bool = False, seconds: float = -1) -> bool:
-        """Hands the closed records on. Any thread may call it; the training thread has no need to.
-
-        Args:
-            final: Whether to give up those that are still open, and to go on beside another thread that does so
-                already and takes long: a signal may have interrupted that one.
-            seconds: How long to wait for such a thread otherwise; -1: until it is done.
-
-        Returns:
-            Whether that is done, or goes on in this very thread.
-        """
-        if self._draining_thread == get_ident():
-            return True  # a flush in between
-        draining = self._draining  # a forked child gets another
-        its_turn = draining.acquire(timeout=_FOR_OTHERS_S if final else seconds)
-        if not its_turn and not final:
-            return False
-        self._draining_thread = get_ident()
-        try:
-            if self._connection is not None:
-                self._connection.look(final)
-            for record in list(self._unfinished):
-                if record.ended is not None or self._is_lost(record):
-                    with suppress(ValueError):  # the thread that the last drain doesn't wait for has taken it
-                        self._unfinished.remove(record)
-                        self._hand_over(record)
-            while self._waiting:
-                unusual = self._hand_over_usual()
-                if unusual is None and not self._waiting:
-                    break
-                record = unusual or self._waiting.popleft()
-                running = record.ended is None and not self._is_lost(record)
-                if running and len(self._unfinished) < MAX_WAITING:
-                    self._unfinished.append(record)
-                else:
-                    self._hand_over(record)
-            if final:
-                self.dropped += len(self._unfinished)
-                self._unfinished.clear()
-        finally:
-            self._draining_thread = 0
-            if its_turn:
-                draining.release()
-        return True
-
-    def _drain_for_others(self) -> bool:
-        """Somebody flushes the provider, or shuts it down. After the last flush of ours, nobody waits any more."""
-        return self.drain(seconds=0 if "spans" in self._last else _FOR_A_FLUSH_S)
-
-    def _hand_over_usual(self) -> Record | None:
-        """Hands over what waits, as long as there is nothing special about it: most of all records, at half the cost.
-
-        Returns:
-            The first with something special, if one was taken.
-        """
-        connection = self._connection
-        if connection is None or connection.closed:
-            return None
-        try:
-            most = _FLUSH_EVERY - self._handed % _FLUSH_EVERY
-            handed, record = connection.direct.hand_on_usual(self._waiting, most)
-            if handed:
-                self._count_handed(handed)
-        except Exception:
-            if patching.reraise_internal_errors:
-                raise
-            _logger.debug("Records could not be handed on together", exc_info=True)
-            return None
-        return record
-
-    def _count_handed(self, spans: int) -> None:
-        self._handed = handed = self._handed + spans
-        if handed % _FLUSH_EVERY == 0 and self._connection is not None:
-            try:
-                self._connection.flush_spans()
-            except Exception:
-                _logger.debug("Spans could not be flushed", exc_info=True)
-
-    def _hand_over(self, record: Record) -> None:
-        """Makes a span of what is over, or counts what is lost."""
-        connection = self._connection
-        try:
-            if record.ended is None:
-                self._drop(record)
-            elif connection is None or connection.closed:
-                self.dropped += 1
-            elif record.error is not None or not connection.direct.hand_on(record):
-                self._emit(record, record.ended + record.offset)
-        except Exception:
-            self._drop(record)  # by a processor or sampler of somebody's
-            _logger.debug("A span could not be handed on", exc_info=True)
-        self._count_handed(1)
 
     def _is_lost(self, record: Record) -> bool:
         """Whether a fault of ours has left an open record behind: what encloses it has ended, and it runs on no other
@@ -888,31 +565,6 @@ class Recorder:
                     return False
                 at = at.parent
         return True
-
-    def _emit(self, record: Record, end: int) -> None:
-        """By the tracer."""
-        span = record.span or self._start(record)
-        if record.attributes:
-            span.set_attributes(finite(record.attributes))
-        _mark(span, record, end)
-        span.end(end)
-
-    def _start(self, record: Record) -> trace.Span:
-        """Starts the span of a frequent record, in our thread."""
-        assert self._connection is not None
-        self._start_around(record)
-        place = self._place(record)
-        context = _context_of(place.parent)
-        record.span = self._connection.start_span(context, place.trace, *_described(record, place))
-        return record.span
-
-    def _start_around(self, record: Record) -> None:
-        """Starts the span of the frequent record around this one, which is still running: nobody waits for its end."""
-        around = record.parent
-        while around is not None and around.span is None and around.kind is not FREQUENT:
-            around = around.parent
-        if around is not None and around.span is None and around.handed_by is None:
-            self._start(around)
 
     def close_open_records(self, cut_off_by: str | None = None) -> None:
         """Ends what is still running, from the inside out: the process is about to end.
@@ -935,97 +587,6 @@ class Recorder:
             self.end(current)
         self.release()
 
-    def flush(self, final: bool = False, release: bool = False) -> bool:
-        """Has our thread hand on and export what is closed, and waits for that within the connection's bound. What
-        is lost is counted and reported.
-
-        Args:
-            final: Whether this is the last time: what is open is given up, and the provider shut down if it is ours.
-            release: Whether to end the span that is held: in our thread, since a signal handler that asks for it may
-                have interrupted a span processor.
-
-        Returns:
-            Whether all was exported in time.
-        """
-        if release:
-            self._holds = False  # also of a call that is about to begin
-        thread, connection = self._thread, self._connection
-        if thread is None or connection is None:
-            return True
-        spans = self._ask(final, release)
-        reserve = _OTHERS_S if self._other_thread is not None else 0.0
-        spans.answered.wait(spans.deadline - reserve - monotonic())
-        others = self._ask_others(final, spans.deadline)
-        asked = {"spans": spans} | ({connection.others: others} if others is not None else {})
-        late = [what for what, request in asked.items() if not request.answered.wait(request.deadline - monotonic())]
-        if final:
-            # Somebody's shutdown exports once more: where that took most of the time already, there is none for it.
-            connection.give_up(late=spans.deadline - monotonic() < connection.exit_timeout_s / 2)
-        self._count_lost()
-        lost = self._lost(final)  # only now: what was on its way has had its time
-        of = "" if late == ["spans"] else f" of {' and '.join(late)}"
-        given_up = f" What was not exported{of} after {connection.exit_timeout_s:g} s was given up." if late else ""
-        if lost > self._reported:
-            self._reported = lost
-            reasons = [f"{lost - self.dropped} were not exported{self._on_its_way()}"] if lost > self.dropped else []
-            if self.dropped:
-                reasons.append(
-                    f"{self.dropped} did not reach the exporter, since more than {MAX_WAITING} waited, or they could "
-                    "not be closed or handed on, or OpenTelemetry had been shut down before"
-                )
-            _logger.warning("%d spans were dropped: %s.%s", lost, "; ".join(reasons), given_up)
-        elif late:
-            _logger.warning("Exporting %s took too long.%s", " and ".join(late), given_up)
-        return all(request.done for request in asked.values())
-
-    def catch_up(self, seconds: float) -> None:
-        """Has our thread export what is closed, and waits for that so long at most."""
-        if self._thread is not None and self._connection is not None:
-            self._ask(final=False).answered.wait(seconds)
-
-    def hand_on(self, release: bool = False) -> None:
-        """Has our thread export what is closed, and doesn't wait; see `flush`. A signal handler may call it."""
-        if release:
-            self._holds = False
-        if self._thread is not None and self._connection is not None:
-            self._ask(final=False, release=release)
-
-    def cut_off(self, by: str, hurried: Callable[[], bool]) -> None:
-        """A signal ends the process: does what `exit` does, or joins it. A signal handler may call it: only our threads
-        could wait for a lock that the interrupted one holds, and this waits for them within the bound.
-
-        Args:
-            by: The signal's name.
-            hurried: Whether to wait no longer.
-        """
-        if self._thread is None or self._connection is None:
-            return
-        self._cut_off_by = by
-        spans = self._ask(final=True)
-        reserve = _OTHERS_S if self._other_thread is not None else 0.0
-        others: _Request | None = None
-        while monotonic() < spans.deadline and not hurried():
-            if others is None and (spans.done is not None or monotonic() > spans.deadline - reserve):
-                others = self._ask_others(True, spans.deadline)
-                reserve = 0.0
-            if spans.done is not None and (others is None or others.done is not None):
-                break
-            sleep(0.01)
-        lost = self._lost(final=True)
-        if spans.done is not None and not lost and self.journal is not None:
-            self.journal.remove()
-        if (spans.done is None or lost) and not self._told_of_signal:
-            self._told_of_signal = True
-            what = f"{lost or 'some'} spans are lost{self._on_its_way()}"
-            # Not by logging, whose locks and streams the interrupted thread may be using.
-            os.write(2, f"megatron_autoinstrument: {by} ended this rank; {what}.\n".encode())
-
-    def disconnect(self) -> None:
-        """Lets go of the exporters: what they do from now on is not watched."""
-        if self._connection is not None:
-            self._not_exported += self._connection.lost(final=False)
-            self._connection.release()
-
     def abandon(self) -> None:
         """This is a forked child: what is open or waiting is its parent's to record."""
         record = self.current
@@ -1040,104 +601,3 @@ class Recorder:
         self._unfinished.clear()
         self._background.clear()
         self._elsewhere.clear()
-
-    def exit(self) -> None:
-        """The process ends: closes what is open and exports it."""
-        try:
-            self.flush(final=True)
-        except KeyboardInterrupt:  # whoever interrupts once more doesn't want to wait
-            if self._connection is not None:
-                self._connection.give_up(late=True)
-
-
-class _Request:
-    """What a thread of ours is asked for."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work = work
-        self.deadline = 0.0
-        self.done: bool | None = None  # whether it succeeded, once it is over
-        self.answered = threading.Event()
-
-
-class _Thread:
-    """A thread of ours: it exports what it is asked for, and does `between` from time to time."""
-
-    def __init__(self, exports: str, between: Callable[[], None] | None = None) -> None:
-        self._exports = exports
-        self._between = between
-        self._asked: SimpleQueue[_Request] = SimpleQueue()  # one that a signal handler may put into
-        self._failed = False
-        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
-
-    def ask(self, request: _Request) -> _Request:
-        self._asked.put(request)
-        return request
-
-    def _run(self) -> None:
-        while True:
-            try:
-                request = self._asked.get(timeout=_DRAIN_INTERVAL_S if self._between is not None else None)
-            except Empty:
-                assert self._between is not None
-                self._do(self._between)
-                continue
-            if request.done is None:
-                request.done = self._do(request.work)
-                request.answered.set()
-
-    def _do(self, work: Callable[[], None]) -> bool:
-        try:
-            work()
-        except BaseException:  # such as asyncio's CancelledError, from a processor: it would end this thread
-            level = logging.DEBUG if self._failed else logging.WARNING  # told once
-            _logger.log(level, "Exporting %s failed; some of it is lost.", self._exports, exc_info=True)
-            self._failed = True
-            return False
-        return True
-
-
-def _context_of(parent: SpanContext | None) -> context_api.Context:
-    # Never the caller's context: in our thread it says nothing of where the call was made.
-    return (
-        trace.set_span_in_context(NonRecordingSpan(parent), context_api.Context()) if parent else context_api.Context()
-    )
-
-
-def _described(record: Record, place: _Place) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
-    """What is known of its span when it starts: name, start, attributes, links and id."""
-    links = () if place.around is None else _links_around(place.around)
-    if record.link is not None:
-        links += (Link(linked(record.link), {}),)
-    attributes = finite(record.attributes) if record.attributes else None
-    return record.name, record.start, attributes, links, _wanted_id(record)
-
-
-_latest_around: tuple[SpanContext | None, tuple[Link, ...]] = (None, ())
-
-
-def _links_around(context: SpanContext) -> tuple[Link, ...]:
-    """A link to it: all steps of a run have the same one, which takes long to make."""
-    global _latest_around
-    latest, links = _latest_around
-    if latest is not context:
-        # An exporter may take each link's attributes for a mapping, as the SDK's are.
-        links = (Link(context, {}),)
-        _latest_around = context, links
-    return links
-
-
-def _wanted_id(record: Record) -> int | None:
-    """The id that others may know its span by already."""
-    if record.kind is FREQUENT and record.trace is not None:
-        return record.span_id
-    return span_id(record.identity) if record.identity is not None else None
-
-
-def _mark(span: trace.Span, record: Record, now: int) -> None:
-    if record.error is not None and span.is_recording():
-        name = record.error["exception.type"]
-        span.set_attribute("error.type", name)
-        span.set_status(Status(StatusCode.ERROR, name))
-        if "exception.stacktrace" in record.error:
-            span.add_event("exception", record.error, timestamp=now)

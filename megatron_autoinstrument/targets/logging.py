@@ -17,7 +17,8 @@ from megatron_autoinstrument.common.finite import finite_log
 from megatron_autoinstrument.common.groups import LOGS
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.recording.recorder import THREAD, Recorder
+from megatron_autoinstrument.recording.recorder import Recorder
+from megatron_autoinstrument.recording.workers import THREAD
 
 _logger = get_logger(__name__)
 

@@ -10,8 +10,9 @@ from megatron_autoinstrument.megatron import state
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
 from megatron_autoinstrument.recording.hooks import kind_of, span
 from megatron_autoinstrument.recording.record import LIVE, Record
-from megatron_autoinstrument.recording.recorder import RUN_GROUPS, Recorder
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.run import Run
+from megatron_autoinstrument.recording.spans import RUN_GROUPS
 
 _MODULE = "megatron.training.training"
 _EVERY_GROUP = frozenset(GROUPS) | {METRICS}

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from megatron_autoinstrument.export import losses, providers
-from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording import outbox, workers
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 from megatron_autoinstrument.recording.recorder import Recorder
 
@@ -52,7 +52,7 @@ class Collector(SpanExporter):
 def connected(monkeypatch):
     """Connects a recorder, and metrics, to providers that export by these exporters."""
     monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(recording, "_OTHERS_S", 0.2)
+    monkeypatch.setattr(outbox, "_OTHERS_S", 0.2)
     recorder, reader, collectors = Recorder(), InMemoryMetricReader(), []
 
     def connect(*exporters, queue=2048):
@@ -189,7 +189,7 @@ def test_of_several_exporters_the_worst_counts(connected):
 def test_a_collector_that_never_answers_bounds_memory_and_exit_and_the_metrics_still_leave(
     connected, caplog, monkeypatch
 ):
-    monkeypatch.setattr(recording, "MAX_WAITING", 600)
+    monkeypatch.setattr(outbox, "MAX_WAITING", 600)
     exporter = Collector()
     recorder, reader, _ = connected(exporter)
     exporter.answers.clear()
@@ -215,7 +215,7 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
 ):
     """As with a collector that answers after 4.4 s of 5: the metrics leave after 3.5 s."""
     monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 30)
-    monkeypatch.setattr(recording, "_OTHERS_S", 29)
+    monkeypatch.setattr(outbox, "_OTHERS_S", 29)
     exporter = Collector()
     recorder, reader, _ = connected(exporter)
     exporter.answers.clear()
@@ -237,7 +237,7 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
 
 def test_what_is_counted_as_lost_when_the_metrics_leave_does_not_arrive_afterwards(connected, caplog, monkeypatch):
     monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 30)
-    monkeypatch.setattr(recording, "_OTHERS_S", 29)
+    monkeypatch.setattr(outbox, "_OTHERS_S", 29)
 
     class Dead(Collector):
         """It refuses the first batch at once, the second late, and would take the others."""
@@ -348,7 +348,7 @@ def test_a_second_connection_reports_what_the_first_one_lost_no_more(connected, 
 
 
 def test_a_fault_that_comes_again_and_again_in_our_thread_is_told_of_once(connected, caplog, monkeypatch):
-    monkeypatch.setattr(recording, "_DRAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(workers, "DRAIN_INTERVAL_S", 0.01)
     recorder, _, _ = connected(Collector())
     record(recorder, 1)
     calls = []

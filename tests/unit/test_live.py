@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from megatron_autoinstrument.export import direct, providers
-from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording import outbox
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.traces import Traces
@@ -206,7 +206,7 @@ def test_a_live_span_whose_provider_gets_another_processor_before_it_is_handed_o
 
 def test_where_too_many_wait_a_live_span_is_not_one_that_is_lost(recorder, exporter, monkeypatch):
     step = recorder.begin("megatron.train_step", LIVE)
-    monkeypatch.setattr(recording, "MAX_WAITING", 0)
+    monkeypatch.setattr(outbox, "MAX_WAITING", 0)
     recorder.end(recorder.begin("megatron.forward_backward", LIVE))
     recorder.end(step)
     assert len(exporter.get_finished_spans()) == 2
@@ -386,7 +386,7 @@ class Failing(SpanProcessor):
 
 
 def test_a_processor_that_cannot_be_flushed_does_not_keep_the_others_from_their_shutdown(monkeypatch):
-    monkeypatch.setattr(recording, "_FLUSH_EVERY", 2)
+    monkeypatch.setattr(outbox, "_FLUSH_EVERY", 2)
     provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
     provider.add_span_processor(Failing())
@@ -429,7 +429,7 @@ def test_a_flush_waits_for_what_another_thread_is_handing_on_and_says_so_if_that
     draining.start()
     assert exporter.at_work.wait(10)
     with monkeypatch.context() as shorter:
-        shorter.setattr(recording, "_FOR_A_FLUSH_S", 0.01)
+        shorter.setattr(outbox, "_FOR_A_FLUSH_S", 0.01)
         assert provider.force_flush() is False
     threading.Timer(0.1, exporter.go_on.set).start()
     assert provider.force_flush() is True
@@ -448,13 +448,13 @@ def test_after_the_last_flush_a_shutdown_waits_for_nothing(monkeypatch):
     with recorder._draining:
         started = time.monotonic()
         provider.shutdown()
-        assert time.monotonic() - started < recording._FOR_A_FLUSH_S
+        assert time.monotonic() - started < outbox._FOR_A_FLUSH_S
     recorder.abandon()
 
 
 def test_the_last_flush_does_not_wait_for_a_thread_that_never_goes_on(recorder, exporter, monkeypatch):
     """A signal has interrupted it."""
-    monkeypatch.setattr(recording, "_FOR_OTHERS_S", 0.01)
+    monkeypatch.setattr(outbox, "_FOR_OTHERS_S", 0.01)
     step = recorder.begin("megatron.train_step", LIVE)
     recorder.end(recorder.begin("megatron.forward_backward", LIVE))
     recorder.end(step)

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording import recorder as recording
+from megatron_autoinstrument.recording import outbox
 from megatron_autoinstrument.recording.hooks import span
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT
 from megatron_autoinstrument.targets import async_utils
@@ -274,7 +274,7 @@ def test_the_thread_hands_records_on_by_itself(recorder, exporter):
 
 
 def test_records_beyond_the_bound_are_dropped_counted_and_reported(recorder, exporter, monkeypatch, caplog):
-    monkeypatch.setattr(recording, "MAX_WAITING", 2)
+    monkeypatch.setattr(outbox, "MAX_WAITING", 2)
     step = recorder.begin("megatron.train_step", LIVE)
     with recorder._draining:
         for _ in range(5):
@@ -324,7 +324,7 @@ def elsewhere():
 def test_a_call_that_takes_long_on_another_thread_holds_up_neither_the_others_nor_what_is_inside_it(
     recorder, exporter, monkeypatch, elsewhere, around
 ):
-    monkeypatch.setattr(recording, "MAX_WAITING", 4)
+    monkeypatch.setattr(outbox, "MAX_WAITING", 4)
     train = recorder.begin("megatron.train", LIVE)
     step = recorder.begin("megatron.train_step", LIVE) if around == "a step that ends" else None
     long = elsewhere(lambda: recorder.begin("megatron.layer.forward", FREQUENT, {"a": 1}))
@@ -388,7 +388,7 @@ def test_what_runs_on_another_thread_at_the_end_of_the_process_ends_there_also_i
 
 
 def test_open_calls_that_nobody_ends_are_bounded(recorder, exporter, monkeypatch):
-    monkeypatch.setattr(recording, "MAX_WAITING", 4)
+    monkeypatch.setattr(outbox, "MAX_WAITING", 4)
     for _ in range(10):
         recorder.begin("megatron.layer.forward", FREQUENT)
         recorder.current = None  # a fault of ours
