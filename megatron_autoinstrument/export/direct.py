@@ -9,7 +9,6 @@ through the processor's queue, and encode.py makes its bytes when the exporter a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
@@ -22,8 +21,24 @@ from megatron_autoinstrument.common.private_random import random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.export import encode
 from megatron_autoinstrument.export.ids import PrivateIdGenerator
-from megatron_autoinstrument.export.losses import Tally, exporter_of, inner_of, is_as_shipped, is_patched
-from megatron_autoinstrument.export.sampling import keeps_roots, keeps_what_is_inside
+from megatron_autoinstrument.export.losses import Tally, is_as_shipped, is_patched
+from megatron_autoinstrument.export.sdk_internals import (
+    CONTEXT,
+    CONTEXTS_ARE_TUPLES,
+    StartedSpan,
+    counts_spans,
+    exporter_of,
+    inner_of,
+    intake_of,
+    is_enabled,
+    keeps_roots,
+    keeps_what_is_inside,
+    limits_of,
+    processors_behind,
+    readable_of,
+    scope_of,
+    set_times,
+)
 from megatron_autoinstrument.recording.record import Record, linked
 
 _logger = get_logger(__name__)
@@ -84,11 +99,9 @@ class Direct:
         """Where only batch processors that export by OTLP would see a span: what they take one by."""
         processors = [one for one in self._seen if type(one) is not self._ours]
         for one in processors:
-            inner = inner_of(one)
-            takes = [BatchSpanProcessor.on_end] + ([type(inner).emit] if inner is not one else [])
-            if type(one) is not BatchSpanProcessor or not all(map(is_as_shipped, takes)):
+            if type(one) is not BatchSpanProcessor or not all(map(is_as_shipped, intake_of(one))):
                 return ()
-            if is_patched(one) or is_patched(inner) or not encode.encodes_for(exporter_of(one)):
+            if is_patched(one) or is_patched(inner_of(one)) or not encode.encodes_for(exporter_of(one)):
                 return ()
         return tuple(one.on_end for one in processors)
 
@@ -107,20 +120,20 @@ class Direct:
 
     def _may(self) -> bool:
         tracer = self._tracer
-        self._seen = getattr(tracer.span_processor, "_span_processors", None)  # first: more may come meanwhile
+        is_sdks = type(tracer.span_processor) is SynchronousMultiSpanProcessor
+        self._seen = processors_behind(tracer) if is_sdks else None  # first: more may come meanwhile
         if type(tracer.resource) is Resource:
             tracer.resource = HashedOnce(tracer.resource)
-        self._scope, self._limits = tracer._instrumentation_scope, tracer._span_limits
+        self._scope, self._limits = scope_of(tracer), limits_of(tracer)
         self._keeps_root = keeps_roots(tracer.sampler)
         possible = (
             type(tracer.id_generator) is PrivateIdGenerator
-            and type(tracer.span_processor) is SynchronousMultiSpanProcessor
-            and all(map(self._knows, tracer.span_processor._span_processors))
+            and is_sdks
+            and all(map(self._knows, self._seen))
             and keeps_what_is_inside(tracer.sampler)
             and _has_room(self._limits)
-            and getattr(tracer, "_is_enabled", lambda: True)()
-            # What counts spans by itself would not count these.
-            and type(getattr(tracer, "_tracer_metrics", None)).__name__ in ("NoneType", "NoOpTracerMetrics")
+            and is_enabled(tracer)
+            and not counts_spans(tracer)  # it would not count these
         )
         if possible and not self.possible:
             # Now: to find out later that the SDK's constructor is another would be at a user's call.
@@ -133,7 +146,7 @@ class Direct:
 
     def _is_possible(self) -> bool:
         """Also where a processor has come since the last look."""
-        if self.possible and self._tracer.span_processor._span_processors is not self._seen:
+        if self.possible and processors_behind(self._tracer) is not self._seen:
             self.look()
         return self.possible
 
@@ -195,7 +208,7 @@ class Direct:
         try:
             if record.trace is None or not self.possible:
                 return False
-            if self._tracer.span_processor._span_processors is not self._seen:  # one has come since the last look
+            if processors_behind(self._tracer) is not self._seen:  # one has come since the last look
                 self.look()
                 return self.hand_on(record)
             attributes = record.attributes
@@ -223,7 +236,7 @@ class Direct:
                 self._give_up(error)
             else:
                 return True
-        self._tracer.span_processor.on_end(span.behind()._readable_span())
+        self._tracer.span_processor.on_end(readable_of(span.behind()))
         return True
 
     def _take(self, record: Record, count: Tally) -> None:
@@ -291,7 +304,7 @@ class Direct:
     ) -> Span:
         """A span of the SDK's, which has not started."""
         tracer = self._tracer
-        return _Started(
+        return StartedSpan(
             name,
             context,
             parent,
@@ -305,20 +318,6 @@ class Direct:
         )
 
 
-class _Started(Span):
-    """The SDK wants a class of one's own to make a span without a tracer."""
-
-    def _readable_span(self) -> ReadableSpan:
-        """What is exported of it. An SDK without this method only makes it dearer."""
-        span = super()._readable_span()
-        # Of the SDK's bounded lists an encoder makes copies, under a lock: half of its work where they are empty.
-        for name in ("_events", "_links"):
-            if not getattr(span, name, True):
-                with suppress(AttributeError):  # of another make
-                    setattr(span, name, ())
-        return span
-
-
 class _Ended(NamedTuple):
     """How a call ended whose span had been asked for nothing but its context."""
 
@@ -326,7 +325,7 @@ class _Ended(NamedTuple):
     attributes: Mapping[str, Any] | None
 
 
-class Live(_Started):
+class Live(StartedSpan):
     """A span that is current while its call runs. Most are asked for nothing but their context. Where somebody asks for
     more, a span of the SDK's is made, and has the state of this one from then on.
 
@@ -343,7 +342,7 @@ class Live(_Started):
         attributes: Mapping[str, Any] | None,
         links: Sequence[Link],
     ) -> None:
-        vars(self).update(_context=context, made_of=(of, name, context, parent, start, attributes, links))
+        vars(self).update({CONTEXT: context, "made_of": (of, name, context, parent, start, attributes, links)})
 
     def finish(self, end: int, attributes: Mapping[str, Any] | None) -> bool:
         """Ends it, if there is no span behind it."""
@@ -369,9 +368,7 @@ class Live(_Started):
         if ended is not None:
             attributes = finite(ended.attributes) if ended.attributes else None
         span = of.make(name, context, parent, attributes, links)
-        span._start_time = start
-        if ended is not None:
-            span._end_time = ended.end
+        set_times(span, start, None if ended is None else ended.end)
         return span
 
     def __getattr__(self, name: str) -> Any:
@@ -395,24 +392,11 @@ def _is_plain(attributes: Mapping[str, Any] | None) -> bool:
 
 def _context(parent: SpanContext, span_id: int | None) -> SpanContext:
     span_id = span_id or random_span_id()
-    if _IS_A_TUPLE:
+    if CONTEXTS_ARE_TUPLES:
         # Its constructor, in Python, takes most of the time that a span does.
         fields = (parent[0], span_id, False, parent[3], parent[4], True)
         return tuple.__new__(SpanContext, fields)
     return SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
-
-
-def _is_a_tuple() -> bool:
-    """Whether a context is nothing but a tuple of its ids, flags and state, and of whether it is valid."""
-    made = SpanContext(7, 5, False, TraceFlags(1))
-    try:
-        fields = (7, 5, False, made.trace_flags, made.trace_state, True)
-        return type(made).__mro__[1:] == (tuple, object) and tuple(made) == fields and made.is_valid
-    except Exception:  # noqa: BLE001
-        return False
-
-
-_IS_A_TUPLE = _is_a_tuple()
 
 
 def _has_room(limits: Any) -> bool:
