@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from math import isfinite
 from typing import Any
 
@@ -24,8 +23,25 @@ from megatron_autoinstrument.common.private_random import random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.export import encode
 from megatron_autoinstrument.export.ids import PrivateIdGenerator
-from megatron_autoinstrument.export.losses import Tally, exporter_of, inner_of, is_as_shipped, is_patched
-from megatron_autoinstrument.export.sampling import keeps_roots, keeps_what_is_inside
+from megatron_autoinstrument.export.losses import Tally, is_as_shipped, is_patched
+from megatron_autoinstrument.export.sdk_internals import (
+    CONTEXT,
+    CONTEXTS_ARE_TUPLES,
+    StartedSpan,
+    counts_spans,
+    exporter_of,
+    inner_of,
+    intake_of,
+    is_enabled,
+    keeps_roots,
+    keeps_what_is_inside,
+    limits_of,
+    processors_behind,
+    readable_of,
+    scope_of,
+    set_times,
+    taking,
+)
 from megatron_autoinstrument.recording.record import Record, linked
 
 _logger = get_logger(__name__)
@@ -87,13 +103,11 @@ class Direct:
         """Where only batch processors that export by OTLP would see a span: what they take one by."""
         processors = [one for one in self._seen if type(one) is not self._ours]
         for one in processors:
-            inner = inner_of(one)
-            takes = [BatchSpanProcessor.on_end] + ([type(inner).emit] if inner is not one else [])
-            if type(one) is not BatchSpanProcessor or not all(map(is_as_shipped, takes)):
+            if type(one) is not BatchSpanProcessor or not all(map(is_as_shipped, intake_of(one))):
                 return ()
-            if is_patched(one) or is_patched(inner) or not encode.encodes_for(exporter_of(one)):
+            if is_patched(one) or is_patched(inner_of(one)) or not encode.encodes_for(exporter_of(one)):
                 return ()
-        return tuple(map(_taking, processors))
+        return tuple(map(taking, processors))
 
     def _give_up(self, error: Exception) -> None:
         """This SDK is another than those that are known: every span is the tracer's from here on, in this process."""
@@ -110,20 +124,20 @@ class Direct:
 
     def _may(self) -> bool:
         tracer = self._tracer
-        self._seen = getattr(tracer.span_processor, "_span_processors", None)  # first: more may come meanwhile
+        is_sdks = type(tracer.span_processor) is SynchronousMultiSpanProcessor
+        self._seen = processors_behind(tracer) if is_sdks else None  # first: more may come meanwhile
         if type(tracer.resource) is Resource:
             tracer.resource = HashedOnce(tracer.resource)
-        self._scope, self._limits = tracer._instrumentation_scope, tracer._span_limits
+        self._scope, self._limits = scope_of(tracer), limits_of(tracer)
         self._keeps_root = keeps_roots(tracer.sampler)
         possible = (
             type(tracer.id_generator) is PrivateIdGenerator
-            and type(tracer.span_processor) is SynchronousMultiSpanProcessor
-            and all(map(self._knows, tracer.span_processor._span_processors))
+            and is_sdks
+            and all(map(self._knows, self._seen))
             and keeps_what_is_inside(tracer.sampler)
             and _has_room(self._limits)
-            and getattr(tracer, "_is_enabled", lambda: True)()
-            # What counts spans by itself would not count these.
-            and type(getattr(tracer, "_tracer_metrics", None)).__name__ in ("NoneType", "NoOpTracerMetrics")
+            and is_enabled(tracer)
+            and not counts_spans(tracer)  # it would not count these
         )
         if possible and not self.possible:
             # Now: to find out later that the SDK's constructor is another would be at a user's call.
@@ -136,7 +150,7 @@ class Direct:
 
     def _is_possible(self) -> bool:
         """Also where a processor has come since the last look."""
-        if self.possible and self._tracer.span_processor._span_processors is not self._seen:
+        if self.possible and processors_behind(self._tracer) is not self._seen:
             self.look()
         return self.possible
 
@@ -174,7 +188,7 @@ class Direct:
                 return None
             live = object.__new__(Live)  # its constructor takes twice the time
             own = live.__dict__
-            own["_context"] = context
+            own[CONTEXT] = context
             own["made_of"] = self, name, context, parent, start, attributes, links
             return live
         except Exception as error:  # noqa: BLE001
@@ -202,7 +216,7 @@ class Direct:
         try:
             if record.trace is None or not self.possible:
                 return False
-            if self._tracer.span_processor._span_processors is not self._seen:  # one has come since the last look
+            if processors_behind(self._tracer) is not self._seen:  # one has come since the last look
                 self.look()
                 return self.hand_on(record)
             attributes = record.attributes
@@ -223,7 +237,7 @@ class Direct:
         Returns:
             How many they were, and the first of another kind, if one was taken.
         """
-        if len(self._takers) != 1 or self._tracer.span_processor._span_processors is not self._seen:
+        if len(self._takers) != 1 or processors_behind(self._tracer) is not self._seen:
             return 0, None
         (take,), handed, never_infinite = self._takers, 0, _NEVER_INFINITE
         try:
@@ -268,7 +282,7 @@ class Direct:
                 self._give_up(error)
             else:
                 return True
-        self._tracer.span_processor.on_end(span.behind()._readable_span())
+        self._tracer.span_processor.on_end(readable_of(span.behind()))
         return True
 
     def _take(self, record: Record, count: Tally) -> None:
@@ -336,7 +350,7 @@ class Direct:
     ) -> Span:
         """A span of the SDK's, which has not started."""
         tracer = self._tracer
-        return _Started(
+        return StartedSpan(
             name,
             context,
             parent,
@@ -350,25 +364,11 @@ class Direct:
         )
 
 
-class _Started(Span):
-    """The SDK wants a class of one's own to make a span without a tracer."""
-
-    def _readable_span(self) -> ReadableSpan:
-        """What is exported of it. An SDK without this method only makes it dearer."""
-        span = super()._readable_span()
-        # Of the SDK's bounded lists an encoder makes copies, under a lock: half of its work where they are empty.
-        for name in ("_events", "_links"):
-            if not getattr(span, name, True):
-                with suppress(AttributeError):  # of another make
-                    setattr(span, name, ())
-        return span
-
-
 _Ended = tuple[int, Mapping[str, Any] | None]
 """How a call ended whose span had been asked for nothing but its context: when, and with which attributes."""
 
 
-class Live(_Started):
+class Live(StartedSpan):
     """A span that is current while its call runs. Most are asked for nothing but their context. Where somebody asks for
     more, a span of the SDK's is made, and has the state of this one from then on.
 
@@ -385,7 +385,7 @@ class Live(_Started):
         attributes: Mapping[str, Any] | None,
         links: Sequence[Link],
     ) -> None:
-        vars(self).update(_context=context, made_of=(of, name, context, parent, start, attributes, links))
+        vars(self).update({CONTEXT: context, "made_of": (of, name, context, parent, start, attributes, links)})
 
     def finish(self, end: int, attributes: Mapping[str, Any] | None) -> bool:
         """Ends it, if there is no span behind it."""
@@ -411,9 +411,7 @@ class Live(_Started):
         if ended is not None:
             attributes = finite(ended[1]) if ended[1] else None
         span = of.make(name, context, parent, attributes, links)
-        span._start_time = start
-        if ended is not None:
-            span._end_time = ended[0]
+        set_times(span, start, None if ended is None else ended[0])
         return span
 
     def __getattr__(self, name: str) -> Any:
@@ -430,16 +428,6 @@ class Live(_Started):
         return state is None or (type(state) is not tuple and state.is_recording())
 
 
-def _taking(processor: BatchSpanProcessor) -> Callable[[Any], None]:
-    """What takes a span that is sampled into the processor's queue: from SDK 1.34 on a part of its own, where the
-    processor asks for nothing but that."""
-    on_end: Any = BatchSpanProcessor.on_end
-    if on_end.__code__.co_names == ("context", "trace_flags", "sampled", "_batch_processor", "emit"):
-        emit: Callable[[Any], None] = inner_of(processor).emit
-        return emit
-    return processor.on_end
-
-
 def _is_plain(attributes: Mapping[str, Any] | None) -> bool:
     """Whether the SDK takes these values as they are."""
     return not attributes or _PLAIN.issuperset(map(type, attributes.values()))
@@ -447,24 +435,11 @@ def _is_plain(attributes: Mapping[str, Any] | None) -> bool:
 
 def _context(parent: SpanContext, span_id: int | None) -> SpanContext:
     span_id = span_id or random_span_id()
-    if _IS_A_TUPLE:
+    if CONTEXTS_ARE_TUPLES:
         # Its constructor, in Python, takes most of the time that a span does.
         fields = (parent[0], span_id, False, parent[3], parent[4], True)
         return tuple.__new__(SpanContext, fields)
     return SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
-
-
-def _is_a_tuple() -> bool:
-    """Whether a context is nothing but a tuple of its ids, flags and state, and of whether it is valid."""
-    made = SpanContext(7, 5, False, TraceFlags(1))
-    try:
-        fields = (7, 5, False, made.trace_flags, made.trace_state, True)
-        return type(made).__mro__[1:] == (tuple, object) and tuple(made) == fields and made.is_valid
-    except Exception:  # noqa: BLE001
-        return False
-
-
-_IS_A_TUPLE = _is_a_tuple()
 
 
 def _has_room(limits: Any) -> bool:

@@ -37,7 +37,16 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.export import encode, ids, losses
 from megatron_autoinstrument.export.metrics import SPANS_DROPPED
-from megatron_autoinstrument.export.sampling import drops_what_is_inside
+from megatron_autoinstrument.export.sdk_internals import (
+    LOGS_API,
+    LOGS_SDK,
+    drops_what_is_inside,
+    exporter_of,
+    holders_of,
+    multi_processor_of,
+    resource_of,
+    set_resource,
+)
 from megatron_autoinstrument.recording.traces import Traces, trace_id
 from megatron_autoinstrument.settings import declarative, standard
 from megatron_autoinstrument.version import __version__
@@ -150,13 +159,13 @@ class Connection:
         if provider is None:
             return
         try:
-            watches = [holder for holder in losses.holders(provider) or () if isinstance(holder, _Watch)]
+            watches = [holder for holder in holders_of(provider) or () if isinstance(holder, _Watch)]
             self._watch = watches[0] if watches else _Watch()
             self._watch.serve(self, hand_on, self._ended)
             if not watches:
                 # A class of somebody's may do more when a processor is added: Phoenix's drops the one it has.
                 sdk_trace.TracerProvider.add_span_processor(provider, self._watch)
-                _drain_before(provider._active_span_processor, self._watch)
+                _drain_before(multi_processor_of(provider), self._watch)
         except Exception:
             _logger.debug("A tracer provider can't be watched", exc_info=True)
 
@@ -376,8 +385,8 @@ def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
         behind = _behind(provider, signal)
         _complete(behind, new, signal)
         # In a forked child their readers start again and repeat what this rank has recorded, as this rank.
-        for reader in (losses.holders(behind) or ()) if signal.name == METRICS else ():
-            _silent_in_children(getattr(reader, "_exporter", None), _without_ours)
+        for reader in (holders_of(behind) or ()) if signal.name == METRICS else ():
+            _silent_in_children(exporter_of(reader), _without_ours)
         for variable in ("EXPORTER" if new.exporter else "", "SAMPLING_STRATEGY" if new.sampler else ""):
             if variable:
                 _logger.info("MEGATRON_OTEL_%s is not used for %s: a provider is set already.", variable, signal.name)
@@ -401,7 +410,7 @@ def _is_unset(thing: Any, signal: _Signal) -> bool:
 
 def _is_empty(provider: Any) -> bool:
     """Whether it is known to have nothing that it could hand anything to."""
-    holders = losses.holders(provider)
+    holders = holders_of(provider)
     return holders is not None and all(isinstance(holder, _Watch) for holder in holders)
 
 
@@ -444,8 +453,8 @@ def _build(signal: _Signal, new: _New) -> Any:
     """
     if declarative.is_set():
         provider = declarative.provider(signal.name, lambda resource: _described(resource, new))
-        for holder in losses.holders(provider) or ():
-            _silent_in_children(losses.exporter_of(holder))
+        for holder in holders_of(provider) or ():
+            _silent_in_children(exporter_of(holder))
         atexit.unregister(provider.shutdown)  # it has no bound; our own exit has
     else:
         with standard.told_once():  # to import the SDK's logs makes a resource
@@ -494,11 +503,9 @@ def _meter_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> 
 
 
 def _logger_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
-    # These have no public place yet: a release that moves them costs the logs alone.
-    from opentelemetry.sdk import _logs as sdk_logs
-    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
-
-    processors = [BatchLogRecordProcessor(exporter) for exporter in exporters]
+    # Imported here: a release that moves them costs the logs alone.
+    sdk_logs, export = import_module(LOGS_SDK), import_module(f"{LOGS_SDK}.export")
+    processors = [export.BatchLogRecordProcessor(exporter) for exporter in exporters]
     provider = sdk_logs.LoggerProvider(resource=resource, shutdown_on_exit=False)
     for processor in processors:
         provider.add_log_record_processor(processor)
@@ -601,14 +608,7 @@ def _complete(provider: Any, new: _New, signal: _Signal) -> None:
         _logger.info("The provider of %s can't be told which rank this is: it is not the SDK's.", signal.name)
         return
     try:
-        # A meter provider keeps its resource in its configuration.
-        has_config = hasattr(provider, "_sdk_config")
-        holder, name = (provider._sdk_config, "resource") if has_config else (provider, "_resource")
-        described = _described(getattr(holder, name), new)
-        if hasattr(provider, "_update_resource"):  # from SDK 1.44; also reaches tracers made before
-            provider._update_resource(described)
-        else:
-            setattr(holder, name, described)
+        set_resource(provider, _described(resource_of(provider), new))
     except Exception:  # noqa: BLE001
         if f"resource of {signal.name}" not in _told:
             _told.add(f"resource of {signal.name}")
@@ -661,7 +661,7 @@ def _log_handler(provider: Any) -> logging.Handler | None:
 def _handler_class() -> Callable[..., logging.Handler]:
     for module, options in (
         ("opentelemetry.instrumentation.logging.handler", {"log_code_attributes": True}),  # as the SDK's does
-        ("opentelemetry.sdk._logs", {}),
+        (LOGS_SDK, {}),
     ):
         try:
             found = import_module(module).LoggingHandler
@@ -683,7 +683,7 @@ _SIGNALS = {
             *(_meter_provider, _meter),
         ),
         _Signal(
-            *(LOGS, "logger", "opentelemetry._logs", "opentelemetry.sdk._logs", "log record processor"),
+            *(LOGS, "logger", LOGS_API, LOGS_SDK, "log record processor"),
             *(_logger_provider, _log_handler),
         ),
     )

@@ -26,7 +26,7 @@ ONCE |= {"record.py:Record.anchor"}  # under megatron.train alone, whose record 
 IN_OUR_THREADS = re.compile(
     r"autoload\.py:_BeforeMegatron\.find_spec$|"  # fails an import, which is told by whoever imports
     r"losses\.py:|providers\.py:|signals\.py:(Termination\.(_watch|_is_current|_ends|_flush)|_next|_set_action)$|"
-    r"ids\.py:(PrivateIdGenerator|keep_random)|direct\.py:|sampling\.py:|traces\.py:|"
+    r"ids\.py:(PrivateIdGenerator|keep_random)|direct\.py:|sdk_internals\.py:|traces\.py:|"
     r"outbox\.py:|spans\.py:(Spans\.(_emit|_start|_place)|_context_of|mark|_links_around)|"
     r"recorder\.py:Recorder\.(_is_lost|_still_open|_connect_now\.)|record\.py:Record\.(start|end)$|"
     r"finite\.py:(is_)?finite(\.|$)|metrics\.py:_create\.|encode\.py:"

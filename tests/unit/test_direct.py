@@ -310,7 +310,7 @@ class Changed:
         raise TypeError("unexpected keyword argument")
 
 
-@pytest.mark.parametrize("changed", ["ReadableSpan", "Live", "HashedOnce", "_context", "on_end", "_Started"])
+@pytest.mark.parametrize("changed", ["ReadableSpan", "Live", "HashedOnce", "_context", "on_end", "StartedSpan"])
 def test_an_sdk_that_has_changed_loses_no_span(changed, provider, exporter, made_directly, monkeypatch, caplog):
     if changed == "on_end":
         takes = SimpleSpanProcessor.on_end

@@ -62,14 +62,14 @@ def while_made(monkeypatch):
     """Has something happen while the SDK's span is being made, once."""
 
     def happen(what):
-        construct = direct._Started.__init__
+        construct = direct.StartedSpan.__init__
 
         def interrupted(self, *args, **kwargs):
-            monkeypatch.setattr(direct._Started, "__init__", construct)
+            monkeypatch.setattr(direct.StartedSpan, "__init__", construct)
             what()
             construct(self, *args, **kwargs)
 
-        monkeypatch.setattr(direct._Started, "__init__", interrupted)
+        monkeypatch.setattr(direct.StartedSpan, "__init__", interrupted)
 
     return happen
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-from megatron_autoinstrument.export import direct, encode, ids, losses, providers
+from megatron_autoinstrument.export import direct, encode, ids, providers, sdk_internals
 from megatron_autoinstrument.recording import journal
 from megatron_autoinstrument.recording import recorder as recording
 from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT
@@ -205,7 +205,7 @@ def by_wrapt(original):
 def theirs(provider, monkeypatch):
     """What somebody may add to a provider, or change of it, that wants spans to see."""
     (processor,) = (one for one in provider._active_span_processor._span_processors if type(one) is BatchSpanProcessor)
-    exporter, inner = losses.exporter_of(processor), losses.inner_of(processor)
+    exporter, inner = sdk_internals.exporter_of(processor), sdk_internals.inner_of(processor)
 
     class Subclass(trace_exporter.OTLPSpanExporter):
         pass
