@@ -12,7 +12,7 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from megatron_autoinstrument.common.semconv import AB_HIGH, AB_LOW, AB_OVERHEAD, AB_PAIRS
-from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Ledger, Seam
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Patcher, Seam
 from megatron_autoinstrument.recording.recorder import Recorder
 
 _MODULE = "megatron.training.training"
@@ -94,7 +94,7 @@ class Comparison:
         self._length = length
         self._turn = turn
         self._says = says
-        self._run, self._steps = Ledger(), Ledger()
+        self._run, self._steps = Patcher(), Patcher()
         self._of_run = [Seam(_MODULE, "train", _ON, self._train)]
         self._of_steps = [
             Seam(_MODULE, "train_step", _ON, self._train_step),

@@ -33,7 +33,7 @@ _logger = get_logger(__name__)
 
 RECORDER = Recorder()
 """The process's."""
-LEDGER = patching.Ledger(lambda look: _in_turn(lambda: _look(look)), beside=arguments.LEDGER)
+PATCHER = patching.Patcher(lambda look: _in_turn(lambda: _look(look)), beside=arguments.PATCHER)
 
 _PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
 _ASIDE = (
@@ -109,15 +109,15 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             _take_out()
             _stop_comparing()
             if RECORDER.current is not None:
-                RECORDER.hand_on(release=True)
+                RECORDER.request_flush(end_held=True)
             else:
-                RECORDER.flush(release=True)
+                RECORDER.flush(end_held=True)
                 RECORDER.disconnect()
             signals.TERMINATION.uninstall()
         except Exception:
             if patching.reraise_internal_errors:
                 raise
-            LEDGER.silence()
+            PATCHER.silence()
             _logger.warning("Could not take the instrumentation back; it is silent from here on.", exc_info=True)
 
     @contextlib.contextmanager
@@ -162,7 +162,7 @@ def _guarded(switch: Callable[[], None]) -> None:
     except Exception:
         if patching.reraise_internal_errors:
             raise
-        LEDGER.silence()
+        PATCHER.silence()
         _logger.warning("Switching the instrumentation failed; it is silent from here on.", exc_info=True)
 
 
@@ -173,7 +173,7 @@ _paused: tuple[frozenset[str], bool] = (frozenset(), False)  # what the first of
 def _pause() -> None:
     global _pauses, _paused
     if _pauses == 0:
-        _paused = LEDGER.groups, _take_out()
+        _paused = PATCHER.groups, _take_out()
     _pauses += 1
 
 
@@ -182,7 +182,7 @@ def _resume() -> None:
     _pauses -= 1
     patched, watched = _paused
     # Inside the last of them, it may have been uninstrumented, or that and instrumented again.
-    if _pauses or LEDGER.groups or not MegatronInstrumentor().is_instrumented_by_opentelemetry:
+    if _pauses or PATCHER.groups or not MegatronInstrumentor().is_instrumented_by_opentelemetry:
         return
     if patched:
         _patch(patched)
@@ -312,7 +312,7 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
             RECORDER.journal.describe(now.rank, now.world_size, run, ids.run_id(run))
         # A restart in the process may have given it another rank.
         is_recorded = functools.cache(functools.partial(strategies.records, settings=settings))
-        return connection.plan(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step", is_recorded)
+        return connection.traces_of(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step", is_recorded)
 
     # A program that tells its ranks their places in another way than Megatron's has told it by the first record.
     RECORDER.connect_by(connect, plan, lambda: _in_turn(lambda: _look_again(last=True)))
@@ -327,7 +327,7 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
 
 def _handle_signals() -> None:
     if MegatronInstrumentor().is_instrumented_by_opentelemetry:  # still
-        signals.install(RECORDER.cut_off, RECORDER.hand_on)
+        signals.install(RECORDER.terminate, RECORDER.request_flush)
 
 
 _comparison: ab.Comparison | None = None
@@ -374,8 +374,8 @@ def _take_out() -> bool:
     watched = _comparison is not None and _comparison.unwatch()
     # Megatron exits on flags that its parser doesn't know, and may be yet to parse these.
     if not flags.are_given() or state.args() is not None:
-        arguments.LEDGER.uninstall(rebind=False)  # the other one does that as well
-    LEDGER.uninstall()
+        arguments.PATCHER.uninstall(rebind=False)  # the other one does that as well
+    PATCHER.uninstall()
     return watched
 
 
@@ -385,9 +385,9 @@ def _patch(wanted: frozenset[str]) -> None:
     from megatron_autoinstrument.targets import SEAMS
 
     RECORDER.when_arguments_known = lambda args: _in_turn(lambda: _apply_flags(args))
-    RECORDER.choose(wanted)
+    RECORDER.set_groups(wanted)
     arguments.teach(rebind=False)  # the other ledger does that as well
-    LEDGER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS}, RECORDER)
+    PATCHER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS}, RECORDER)
 
 
 def _apply_flags(args: Any) -> None:
@@ -398,11 +398,11 @@ def _apply_flags(args: Any) -> None:
     instrumentor = MegatronInstrumentor()
     if instrumentor.is_instrumented_by_opentelemetry:
         _look_again()
-        _look(LEDGER.look)
+        _look(PATCHER.look)
         return
     on = config.enabled(warn=ranks.current().rank == 0)
     if getattr(args, "otel_enabled", None) and on is not False:
-        LEDGER.uninstall()  # what accept_flags() patched
+        PATCHER.uninstall()  # what accept_flags() patched
         instrumentor.instrument()
 
 
@@ -414,11 +414,11 @@ def _silence() -> None:
     _in_child_of_a_rank = _in_child_of_a_rank or _decision is not None  # Megatron was there, or about to be
     _switching, _busy = threading.RLock(), False  # another thread may have held it
     _asked.clear()
-    LEDGER.silence()
+    PATCHER.silence()
     if _comparison is not None:
         _comparison.silence()
         _comparison = None
-    RECORDER.abandon()
+    RECORDER.reset_after_fork()
 
 
 # Forked children (data workers, checkpoint writers) record nothing, whatever was running when they were forked.

@@ -296,7 +296,7 @@ _encoders: dict[str, Callable[..., Any]] = {}  # put into their modules
 _encoding: set[str] = set()  # those whose exporters have spans encoded here
 
 
-def install() -> None:
+def replace_encoders() -> None:
     """Has the exporters that are loaded by now encode this package's spans by `encode`. All other spans, and those with
     something unusual, stay with their own encoder, and so do all spans where that makes something else of a sample."""
     for name in _EXPORTERS:

@@ -25,7 +25,7 @@ class PrivateIdGenerator(IdGenerator):
     def __init__(self) -> None:
         self._planned = threading.local()
 
-    def plan(self, trace_id: int | None, span_id: int | None) -> None:
+    def use_ids(self, trace_id: int | None, span_id: int | None) -> None:
         """What this thread's spans get from now on; None is a random id."""
         self._planned.trace_id, self._planned.span_id = trace_id, span_id
 

@@ -104,7 +104,7 @@ class Export(logging.Filter):
         """Whether nothing of somebody's stands behind it."""
         return self._own is None or is_of_this_package(self._own)
 
-    def release(self) -> None:
+    def unhook(self) -> None:
         """Puts the exporter's own `export` back."""
         if vars(self._exporter).get("export") is self:
             if self._own is None:
@@ -211,7 +211,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
+def watch_exporters(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
     """Watches the exporters that the SDK's own processors and readers of `provider` export with; other processors'
     are out of sight."""
     watched = []

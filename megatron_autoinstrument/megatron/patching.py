@@ -248,12 +248,12 @@ def _is_importing(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-class Ledger:
+class Patcher:
     """Everything of Megatron that is replaced now. One thread at a time installs, looks and uninstalls; beside it
     another may import."""
 
     def __init__(
-        self, in_turn: Callable[[Callable[[], None]], None] = lambda look: look(), beside: Ledger | None = None
+        self, in_turn: Callable[[Callable[[], None]], None] = lambda look: look(), beside: Patcher | None = None
     ) -> None:
         """
         Args:

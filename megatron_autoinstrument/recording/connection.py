@@ -85,7 +85,7 @@ class Connection(Protocol):
         """Starts a span by the tracer, with these ids where they are given and the provider lets one choose."""
         ...
 
-    def plan(
+    def traces_of(
         self, key: str | None, rank: int, per_step: bool, is_recorded: Callable[[int], bool] = lambda rank: False
     ) -> Traces | None:
         """The traces of the run `key`; None where it has none, or the provider ids of its own kind."""
@@ -121,5 +121,5 @@ class Connection(Protocol):
     def give_up(self, late: bool) -> None:
         """Leaves out of the shutdowns at exit what would wait for a collector."""
 
-    def release(self) -> None:
+    def unhook(self) -> None:
         """Lets the exporters alone again."""

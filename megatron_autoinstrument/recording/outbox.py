@@ -44,7 +44,7 @@ class Outbox:
         self._thread: Worker | None = None
         self._other_thread: Worker | None = None  # for metrics and logs, when spans keep the first one busy
         self._last: dict[str, Request] = {}  # of the process: its exit and a signal share them
-        self._cut_off_by: str | None = None  # the signal
+        self._terminated_by: str | None = None  # the signal
         self._told_of_signal = False
         self._stopped = False  # the export of spans, before the metrics left with the number of those lost
         self._handed = 0  # spans handed to OpenTelemetry so far
@@ -53,11 +53,11 @@ class Outbox:
 
     # What the recorder knows of what is running.
 
-    def close_open_records(self, cut_off_by: str | None = None) -> None:
+    def close_open_records(self, terminated_by: str | None = None) -> None:
         """Ends what is still running."""
         raise NotImplementedError
 
-    def release(self) -> None:
+    def end_held(self) -> None:
         """Ends the span that is held, if any."""
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ class Outbox:
         record.kind = SILENT
         record.span_id = record.parent.span_id if record.parent is not None else 0
 
-    def _hand_on(self) -> None:
+    def _drain_and_count(self) -> None:
         self.drain()
         self._count_lost()
 
@@ -106,7 +106,7 @@ class Outbox:
             self._connection.count_lost(lost - self._counted)
             self._counted = lost
 
-    def _ask(self, final: bool, release: bool = False) -> Request:
+    def _ask(self, final: bool, end_held: bool = False) -> Request:
         """Asks our thread for a flush; the last one closes what is open, and there is one of it."""
         thread, connection = self._thread, self._connection
         assert thread is not None
@@ -115,11 +115,11 @@ class Outbox:
         def flush_spans() -> None:
             if final:
                 try:
-                    self.close_open_records(self._cut_off_by)
+                    self.close_open_records(self._terminated_by)
                 except Exception:
                     _logger.warning("What was still running could not be recorded.", exc_info=True)
-            elif release:
-                self.release()
+            elif end_held:
+                self.end_held()
             self.drain(final)
             connection.flush_spans(final)
 
@@ -238,24 +238,24 @@ class Outbox:
             _logger.debug("A span could not be handed on", exc_info=True)
         self._count_handed(1)
 
-    def flush(self, final: bool = False, release: bool = False) -> bool:
+    def flush(self, final: bool = False, end_held: bool = False) -> bool:
         """Has our thread hand on and export what is closed, and waits for that within the connection's bound. What
         is lost is counted and reported.
 
         Args:
             final: Whether this is the last time: what is open is given up, and the provider shut down if it is ours.
-            release: Whether to end the span that is held: in our thread, since a signal handler that asks for it may
+            end_held: Whether to end the span that is held: in our thread, since a signal handler that asks for it may
                 have interrupted a span processor.
 
         Returns:
             Whether all was exported in time.
         """
-        if release:
+        if end_held:
             self._holds = False  # also of a call that is about to begin
         thread, connection = self._thread, self._connection
         if thread is None or connection is None:
             return True
-        spans = self._ask(final, release)
+        spans = self._ask(final, end_held)
         reserve = _OTHERS_S if self._other_thread is not None else 0.0
         spans.answered.wait(spans.deadline - reserve - monotonic())
         others = self._ask_others(final, spans.deadline)
@@ -286,14 +286,14 @@ class Outbox:
         if self._thread is not None and self._connection is not None:
             self._ask(final=False).answered.wait(seconds)
 
-    def hand_on(self, release: bool = False) -> None:
+    def request_flush(self, end_held: bool = False) -> None:
         """Has our thread export what is closed, and doesn't wait; see `flush`. A signal handler may call it."""
-        if release:
+        if end_held:
             self._holds = False
         if self._thread is not None and self._connection is not None:
-            self._ask(final=False, release=release)
+            self._ask(final=False, end_held=end_held)
 
-    def cut_off(self, by: str, hurried: Callable[[], bool]) -> None:
+    def terminate(self, by: str, hurried: Callable[[], bool]) -> None:
         """A signal ends the process: does what `exit` does, or joins it. A signal handler may call it: only our threads
         could wait for a lock that the interrupted one holds, and this waits for them within the bound.
 
@@ -303,7 +303,7 @@ class Outbox:
         """
         if self._thread is None or self._connection is None:
             return
-        self._cut_off_by = by
+        self._terminated_by = by
         spans = self._ask(final=True)
         reserve = _OTHERS_S if self._other_thread is not None else 0.0
         others: Request | None = None
@@ -327,7 +327,7 @@ class Outbox:
         """Lets go of the exporters: what they do from now on is not watched."""
         if self._connection is not None:
             self._not_exported += self._connection.lost(final=False)
-            self._connection.release()
+            self._connection.unhook()
 
     def exit(self) -> None:
         """The process ends: closes what is open and exports it."""

@@ -111,7 +111,7 @@ class Recorder(Spans):
             # What is inside belongs to another trace than what is around, and has no parent.
             record.trace, record.span_id = None, 0
         self.current = record
-        if root is not None and not self._keeps(record, root):
+        if root is not None and not self._is_sampled(record, root):
             self.mute(True)
             self._muted_by = record  # last: who instruments anew between the two resets both
         return record
@@ -159,7 +159,7 @@ class Recorder(Spans):
     def _begin_outermost(self, name: str, attributes: dict[str, Any] | None, identity: Identity | None) -> Record:
         record = open_record(name, FREQUENT, None, attributes)
         record.identity = identity
-        self.current = self._keep(record)
+        self.current = self._enqueue(record)
         return record
 
     def begin_together(
@@ -175,7 +175,7 @@ class Recorder(Spans):
             other = open_record(name, FREQUENT, first.parent, attributes, owned=False)
             other.identity = identities[index] if identities else None
             other.begun, other.offset = first.begun, first.offset
-            records.append(self._keep(other))
+            records.append(self._enqueue(other))
         return records
 
     def end(
@@ -191,7 +191,7 @@ class Recorder(Spans):
             record: The record.
             error: What its call raised.
             attributes: What is known only now.
-            hold: Whether to keep its span, with this end, for what is known only later; see `release`.
+            hold: Whether to keep its span, with this end, for what is known only later; see `end_held`.
         """
         ended = monotonic_ns()
         if record.owned:
@@ -268,7 +268,7 @@ class Recorder(Spans):
             return None
         kind = SILENT if kind is SILENT else FREQUENT
         record = self._elsewhere[thread] = open_record(name, kind, parent, attributes, owned=False)
-        return record if kind is SILENT else self._keep(record)
+        return record if kind is SILENT else self._enqueue(record)
 
     def _end_elsewhere(self, record: Record) -> None:
         if record.parent is None or record.parent.owned:
@@ -276,7 +276,7 @@ class Recorder(Spans):
         else:
             self._elsewhere[get_ident()] = record.parent
 
-    def _keep(self, record: Record) -> Record:
+    def _enqueue(self, record: Record) -> Record:
         if len(self._waiting) < outbox.MAX_WAITING:
             self._identify(record)
             self._waiting.append(record)
@@ -332,7 +332,7 @@ class Recorder(Spans):
         self._muted_by = None
         context_api.attach(context_api.Context())  # the context that is current may be that of a span which has ended
 
-    def choose(self, groups: frozenset[str]) -> None:
+    def set_groups(self, groups: frozenset[str]) -> None:
         """The groups that are on from here on, known perhaps only since the deferred record began: a flag may leave it
         out."""
         self.groups = groups
@@ -342,7 +342,7 @@ class Recorder(Spans):
             self._deferred.kind = SILENT
             self._deferred = None
 
-    def settle(self, begins: bool = False) -> None:
+    def connect(self, begins: bool = False) -> None:
         """The run's identity is known: connects, and opens the deferred record.
 
         Args:
@@ -377,7 +377,7 @@ class Recorder(Spans):
         self.muted = max(0, self.muted + (1 if muted else -1))
         self._ready = False
 
-    def _keeps(self, record: Record, root: int) -> bool:
+    def _is_sampled(self, record: Record, root: int) -> bool:
         """Whether the sampler keeps the trace that `record` is the outermost of. It is asked once for all that is
         inside: a step is kept whole, or costs next to nothing."""
         assert self._connection is not None
@@ -458,7 +458,7 @@ class Recorder(Spans):
             self._follow(self._plan(self._connection, self.run.number))
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
-            self._thread = Worker("spans", self._hand_on)
+            self._thread = Worker("spans", self._drain_and_count)
             atexit.register(self.exit)
         if self._other_thread is None and self._connection is not None and self._connection.others:
             self._other_thread = Worker(self._connection.others)
@@ -476,7 +476,7 @@ class Recorder(Spans):
             self.run.key = traces.key
         self.run.traces = traces
 
-    def release(self, attributes: dict[str, Any] | None = None) -> None:
+    def end_held(self, attributes: dict[str, Any] | None = None) -> None:
         """Ends the span that is held, if any, with the end that its call had."""
         held, self._held = self._held, None
         if held is not None and held.span is not None:
@@ -491,7 +491,7 @@ class Recorder(Spans):
             context_api.detach(record.token)  # before a processor of somebody's may fail
             record.current_in = None
         if self._held is not None and (hold or self._held.parent is record):
-            self.release()
+            self.end_held()
         if span is None:
             return
         if record.error is not None:
@@ -500,7 +500,7 @@ class Recorder(Spans):
         if hold:
             self._held = record
             if not self._holds:  # since a moment ago: whoever said so may have looked before it was there
-                self.release()
+                self.end_held()
         else:
             self._end(record, span)
 
@@ -566,13 +566,13 @@ class Recorder(Spans):
                 at = at.parent
         return True
 
-    def close_open_records(self, cut_off_by: str | None = None) -> None:
+    def close_open_records(self, terminated_by: str | None = None) -> None:
         """Ends what is still running, from the inside out: the process is about to end.
 
         Args:
-            cut_off_by: The signal that ends it, if one does: what was running has not run to its end then.
+            terminated_by: The signal that ends it, if one does: what was running has not run to its end then.
         """
-        error = {"exception.type": cut_off_by} if cut_off_by else None
+        error = {"exception.type": terminated_by} if terminated_by else None
         for record in list(self._background):
             record.attributes = {**(record.attributes or {}), FINALIZED: False}
             self.end_background(record)
@@ -585,9 +585,9 @@ class Recorder(Spans):
             current.error = error
             current.token = None  # of another thread's context, which ends with it
             self.end(current)
-        self.release()
+        self.end_held()
 
-    def abandon(self) -> None:
+    def reset_after_fork(self) -> None:
         """This is a forked child: what is open or waiting is its parent's to record."""
         record = self.current
         while record is not None:

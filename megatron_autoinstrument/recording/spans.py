@@ -26,7 +26,7 @@ RUN_GROUPS = {"job", "model_init", "load_checkpoint", "checkpoint", "evaluate"}
 """What belongs to no step."""
 
 
-class _Place(NamedTuple):
+class SpanPlacement(NamedTuple):
     """Where a span belongs."""
 
     parent: SpanContext | None
@@ -69,7 +69,7 @@ class Spans(outbox.Outbox):
 
     def _open_anywhere(self, record: Record) -> None:
         assert self._connection is not None
-        place = self._place(record)
+        place = self._placement(record)
         described = _described(record, place)
         context: context_api.Context | None = None
         span: trace.Span | None = None
@@ -105,20 +105,20 @@ class Spans(outbox.Outbox):
         record.current_in = trace.set_span_in_context(span)
         record.token = context_api.attach(record.current_in)
 
-    def _place(self, record: Record) -> _Place:
+    def _placement(self, record: Record) -> SpanPlacement:
         at: Record | None = record
         while at is not None:
             if at.span is not None:
-                return _Place(at.span.get_span_context())
+                return SpanPlacement(at.span.get_span_context())
             if at.handed_by is not None:
-                return _Place(at.nearest_context)
+                return SpanPlacement(at.nearest_context)
             if at.root is not None:
-                return _Place(None, at.root, True, at.parent.nearest_context if at.parent is not None else None)
+                return SpanPlacement(None, at.root, True, at.parent.nearest_context if at.parent is not None else None)
             at = at.parent
         traces = self.run.traces  # another thread may instrument anew
         if traces is not None and (not traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
-            return _Place(None, traces.run)
-        return _Place(None)
+            return SpanPlacement(None, traces.run)
+        return SpanPlacement(None)
 
     def _end(self, record: Record, span: trace.Span) -> None:
         """Ends the span of a live record: in our thread, where nobody has asked the span for anything."""
@@ -162,7 +162,7 @@ class Spans(outbox.Outbox):
         """Starts the span of a frequent record, in our thread."""
         assert self._connection is not None
         self._start_around(record)
-        place = self._place(record)
+        place = self._placement(record)
         context = _context_of(place.parent)
         record.span = self._connection.start_span(context, place.trace, *_described(record, place))
         return record.span
@@ -183,7 +183,9 @@ def _context_of(parent: SpanContext | None) -> context_api.Context:
     )
 
 
-def _described(record: Record, place: _Place) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
+def _described(
+    record: Record, place: SpanPlacement
+) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
     """What is known of its span when it starts: name, start, attributes, links and id."""
     links = () if place.around is None else _links_around(place.around)
     if record.link is not None:

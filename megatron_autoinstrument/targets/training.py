@@ -48,7 +48,7 @@ def _setup_model_and_optimizer(original: Function, recorder: Recorder) -> Hook:
     hook = span("megatron.model_init", live=True)(original, recorder)
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-        recorder.settle(begins=True)
+        recorder.connect(begins=True)
         return hook.begin(args, kwargs)
 
     return Hook(begin, hook.end)
@@ -64,7 +64,7 @@ def _train_step(original: Function, recorder: Recorder) -> Hook:
         finished = iteration(args, kwargs)
         if finished is None:
             finished = state.arg("curr_iteration")
-        recorder.settle()
+        recorder.connect()
         run, journal = recorder.run, recorder.journal
         traces = run.traces
         if finished is None or traces is None or not (traces.per_step or recorder.is_in_the_runs_trace()):
@@ -103,7 +103,7 @@ def _evaluate(original: Function, recorder: Recorder) -> Hook:
         if number is None:
             number = state.arg("eval_iters")
         after = state.arg("curr_iteration") or 0
-        recorder.settle()
+        recorder.connect()
         evaluation = recorder.run.evaluation(after)
         traces = recorder.run.traces if recorder.is_in_the_runs_trace() else None
         return recorder.begin(

@@ -45,7 +45,7 @@ def _training_log(original: Function, recorder: Recorder) -> Hook:
         run = recorder.run
         (interval, args, kwargs), run.logging = token, None
         if error is not None:
-            recorder.release()
+            recorder.end_held()
             return
         losses, skipped = loss_dict(args, kwargs), bool(skipped_iter(args, kwargs))
         loss = None if interval is None else _average_loss(run, interval, losses, skipped)
@@ -58,7 +58,7 @@ def _training_log(original: Function, recorder: Recorder) -> Hook:
             on_step[LOSS_FINITE] = False
         if not norm_is_finite:
             on_step[GRAD_NORM_FINITE] = False
-        recorder.release({key: value for key, value in on_step.items() if value is not None})
+        recorder.end_held({key: value for key, value in on_step.items() if value is not None})
         if METRICS not in recorder.groups or recorder.meter is None:
             return
         # An average that isn't finite may be so by an iteration that was counted already.

@@ -247,7 +247,7 @@ from megatron_autoinstrument.export import providers
 from megatron_autoinstrument.instrumentor import RECORDER
 from megatron_autoinstrument.recording.record import FREQUENT
 
-providers._THEIRS_EXIT_TIMEOUT_S = 1.0
+providers._APPLICATIONS_EXIT_TIMEOUT_S = 1.0
 provider = TracerProvider()
 provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 trace.set_tracer_provider(provider)

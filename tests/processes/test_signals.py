@@ -38,7 +38,7 @@ provider.add_span_processor(BatchSpanProcessor(exporter))
 RECORDER.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
 
 def install():
-    signals.install(RECORDER.cut_off, RECORDER.hand_on)
+    signals.install(RECORDER.terminate, RECORDER.request_flush)
 
 def begin():
     RECORDER.begin("megatron.train", LIVE)
@@ -222,7 +222,7 @@ end()
 def test_a_handler_that_runs_often_has_what_is_closed_exported_now_and_then():
     code = """
 calls = []
-RECORDER.hand_on = lambda: calls.append(0)
+RECORDER.request_flush = lambda: calls.append(0)
 signal.signal(signal.SIGALRM, lambda *args: None); install()
 signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
 started = time.monotonic()

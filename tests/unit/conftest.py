@@ -127,7 +127,7 @@ def recorder(monkeypatch, provider):
     recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
     monkeypatch.setattr("megatron_autoinstrument.instrumentor.RECORDER", recorder)
     yield recorder
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 @pytest.fixture

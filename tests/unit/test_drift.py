@@ -122,7 +122,7 @@ def instrument(monkeypatch, provider, reader):
     meter_provider = MeterProvider(metric_readers=[reader])
     yield lambda: MegatronInstrumentor().instrument(tracer_provider=provider, meter_provider=meter_provider)
     MegatronInstrumentor().uninstrument()
-    instrumentor.RECORDER.abandon()
+    instrumentor.RECORDER.reset_after_fork()
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def tree(exporter):
     """What was recorded: a line for each span, indented below its parent, with its attributes."""
 
     def tree(*attributes):
-        instrumentor.RECORDER.release()
+        instrumentor.RECORDER.end_held()
         instrumentor.RECORDER.flush()
         found = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time)
         exporter.clear()

@@ -54,7 +54,7 @@ def test_no_span_carries_it_whenever_it_became_known(recorder, exporter, kind, b
     recorder.end(call, attributes={"d": [bad]})
     recorder.end(recorder.begin("failed", FREQUENT, {"e": bad}), ValueError("bad"))
     recorder.end(step, hold=True)
-    recorder.release({"megatron.loss": bad})
+    recorder.end_held({"megatron.loss": bad})
     recorder.drain()
     got = {span.name: dict(span.attributes) for span in exporter.get_finished_spans()}
     assert got["megatron.train_step"] == {"a.finite": False, "megatron.loss.finite": False}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import megatron_autoinstrument
 from megatron_autoinstrument.common import semconv
-from megatron_autoinstrument.megatron.patching import Ledger
+from megatron_autoinstrument.megatron.patching import Patcher
 
 ROOT = Path(megatron_autoinstrument.__file__).parent
 FLOORS = ("common", "process", "settings", "megatron", "recording", "export", "targets", "", "tools")
@@ -52,7 +52,7 @@ def test_the_seam_that_the_guide_adds_is_recorded(recorder, exporter, fake_modul
     namespace = {}
     exec(code.partition("```")[0], namespace)
     megatron = fake_module("megatron.core.my_module", "def takes_long(size): return 2 * size")
-    patcher = Ledger()
+    patcher = Patcher()
     patcher.install(namespace["SEAMS"], frozenset({"layer"}), recorder)
     try:
         assert megatron.takes_long(7) == 14

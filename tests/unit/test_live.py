@@ -116,7 +116,7 @@ def test_a_live_span_takes_what_the_user_sets_on_it(what, provider, exporter, ma
                 SET[what](span)
         recorder.end(step)
         recorder.drain()
-        recorder.abandon()
+        recorder.reset_after_fork()
         found = {span.name: span for span in exporter.get_finished_spans()}
         exporter.clear()
         return {
@@ -324,7 +324,7 @@ def test_while_it_is_being_exported_it_has_ended():
     recorder.drain()
     (got,) = exporter.get_finished_spans()
     assert "late" not in got.attributes
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_after_its_end_it_shows_what_was_exported_of_it(recorder, exporter):
@@ -375,7 +375,7 @@ def test_a_processor_that_comes_between_two_spans_sees_the_second_one_start(prov
     recorder.end(step)
     recorder.drain()
     assert sorted(own.started) == sorted(own.ended) == ["megatron.forward_backward", "megatron.train_step"]
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 class Failing(SpanProcessor):
@@ -397,7 +397,7 @@ def test_a_processor_that_cannot_be_flushed_does_not_keep_the_others_from_their_
     recorder.end(step)
     provider.shutdown()
     assert len(exporter.get_finished_spans()) == 10
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 @pytest.mark.parametrize("ask", ["force_flush", "shutdown"])
@@ -415,7 +415,7 @@ def test_whoever_flushes_or_shuts_down_finds_what_has_ended(ask, several):
     assert getattr(provider, ask)() in (None, True)
     assert len(exporter.get_finished_spans()) == 10
     assert recorder.dropped == 0
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_a_flush_waits_for_what_another_thread_is_handing_on_and_says_so_if_that_takes_too_long(monkeypatch):
@@ -436,7 +436,7 @@ def test_a_flush_waits_for_what_another_thread_is_handing_on_and_says_so_if_that
     assert len(exporter.get_finished_spans()) == 3
     draining.join()
     recorder.end(step)
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_after_the_last_flush_a_shutdown_waits_for_nothing(monkeypatch):
@@ -449,7 +449,7 @@ def test_after_the_last_flush_a_shutdown_waits_for_nothing(monkeypatch):
         started = time.monotonic()
         provider.shutdown()
         assert time.monotonic() - started < outbox._FOR_A_FLUSH_S
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_the_last_flush_does_not_wait_for_a_thread_that_never_goes_on(recorder, exporter, monkeypatch):
@@ -482,7 +482,7 @@ def test_a_span_belongs_to_the_provider_that_it_was_started_with():
     assert [span.name for span in of_first.get_finished_spans()] == ["megatron.train_step"]
     assert [span.name for span in of_second.get_finished_spans()] == ["megatron.forward_backward"]
     assert recorder.dropped == 0
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_a_span_whose_provider_was_shut_down_before_it_ended_is_counted():
@@ -498,7 +498,7 @@ def test_a_span_whose_provider_was_shut_down_before_it_ended_is_counted():
     recorder.drain()
     assert connection.closed
     assert recorder.dropped == 1
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_each_link_has_attributes_to_look_at(provider, exporter):
@@ -511,4 +511,4 @@ def test_each_link_has_attributes_to_look_at(provider, exporter):
     recorder.drain()
     (step,) = [span for span in exporter.get_finished_spans() if span.name == "megatron.train_step"]
     assert [dict(link.attributes.items()) for link in step.links] == [{}]
-    recorder.abandon()
+    recorder.reset_after_fork()

@@ -15,7 +15,7 @@ import pytest
 import wrapt
 
 from megatron_autoinstrument.megatron import patching
-from megatron_autoinstrument.megatron.patching import Hook, Ledger, Seam
+from megatron_autoinstrument.megatron.patching import Hook, Patcher, Seam
 
 SOURCE = """
 def step(model, iteration=None, *, forward_only=False):
@@ -63,7 +63,7 @@ def module(fake_module):
 
 @pytest.fixture
 def ledger():
-    ledger = Ledger()
+    ledger = Patcher()
     yield ledger
     ledger.uninstall()
 
@@ -747,7 +747,7 @@ def test_what_cannot_be_wrapped_is_named_once(ledger, module, hook, caplog):
 
 def test_calls_that_look_do_so_and_of_the_first_ones_only_the_first(module, hook, calls):
     looks = []
-    ledger = Ledger(lambda look: (looks.append(1), look()))
+    ledger = Patcher(lambda look: (looks.append(1), look()))
     vars(module)["build"], vars(module)["log"] = (lambda: None), (lambda: None)
     seams = [
         seam("step", hook, looks="first"),
@@ -774,7 +774,7 @@ def test_calls_that_look_do_so_and_of_the_first_ones_only_the_first(module, hook
 
 
 def test_a_call_that_has_begun_when_its_function_is_found_replaced_is_named(module, hook, calls, caplog):
-    ledger = Ledger()
+    ledger = Patcher()
     ledger.install([seam("step", hook, looks="first"), seam("run", hook)], ALL)
     exec("def run():\n    step(1)\n    step(2)\n", vars(module))
     module.run()

@@ -258,7 +258,8 @@ def test_no_secret_is_in_the_resource(monkeypatch):
         monkeypatch.setenv(f"PASSWORD_{number}", secret)
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *(text for text, _ in FORMS)])
     attributes = providers._described(
-        providers.Resource.create(), providers._New(None, resource.attributes(ranks.current(), "run"), None, None)
+        providers.Resource.create(),
+        providers.ProviderOptions(None, resource.attributes(ranks.current(), "run"), None, None),
     ).attributes
     assert attributes["service.name"] == "megatron-lm"
     assert not [secret for _, secret in FORMS if secret in str(dict(attributes))]

@@ -100,7 +100,7 @@ def spans_of(training, monkeypatch, torch_distributed):
             program(training.pretrain, iterations)
         finally:
             MegatronInstrumentor().uninstrument()
-            recorder.abandon()
+            recorder.reset_after_fork()
         return exporter.get_finished_spans()
 
     return spans_of
@@ -469,7 +469,7 @@ def test_links_are_told_from_numbers_only_where_every_call_is_counted(fake_modul
         for seam in (*p2p_communication.SEAMS, *schedules.SEAMS)
         if seam.path in ("recv_forward", "send_backward_recv_forward", "forward_step", "backward_step")
     ]
-    ledger = patching.Ledger()
+    ledger = patching.Patcher()
     ledger.install(seams, recorder.groups, recorder)
     step = recorder.begin("megatron.train_step", LIVE, None, ((1, 7, "megatron.train_step", 1, 0), 0))
     recorder.run.passing = Pass(recorder.scope(), 0, 4)
