@@ -25,7 +25,7 @@ demo: $(VENV)/megatron $(VENV)/installed
 	  opentelemetry-instrument torchrun --nproc-per-node 2 fixtures/pretrain_tiny_gpt.py \
 	  $$(cat fixtures/tiny_gpt.args) --pipeline-model-parallel-size 2 --global-batch-size 6
 
-# The README's tables: a quarter of an hour, on a quiet machine.
+# The tables of docs/cost.md: a quarter of an hour, on a quiet machine.
 benchmark: $(VENV)/megatron $(VENV)/installed $(VENV)/nemo-lens
 	@python=$(VENV)/nemo-lens/bin/python; test -x $$python || python=$(BIN)/python; \
 	  for part in machine per_call instructions; do PYTHONPATH=. $$python benchmarks/$$part.py && echo || exit 1; done

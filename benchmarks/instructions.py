@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-CALLS = 250  # fewer spans than a batch processor takes before it exports
+CALLS = 500  # fewer spans than a batch processor takes before it exports
 ROUNDS = 3  # the first warms up
 OUT = "BENCHMARK_CALLGRIND_OUT"
 dumps = 0

@@ -27,8 +27,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
 from megatron_autoinstrument import MegatronInstrumentor
+from megatron_autoinstrument.instrumentor import RECORDER
 from megatron_autoinstrument.megatron import patching
-from megatron_autoinstrument.recording.recorder import RECORDER
 
 CALLS, ROUNDS = 1_000, 15
 UNIT = "µs"

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from megatron_autoinstrument import MegatronInstrumentor
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
 import standin_run

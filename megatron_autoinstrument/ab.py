@@ -12,8 +12,8 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from megatron_autoinstrument.common.semconv import AB_HIGH, AB_LOW, AB_OVERHEAD, AB_PAIRS
-from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Ledger, Seam
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Patcher, Seam
+from megatron_autoinstrument.recording.recorder import Recorder
 
 _MODULE = "megatron.training.training"
 _ON = frozenset({"ab"})
@@ -82,17 +82,19 @@ def is_on(block: int) -> bool:
 class Comparison:
     """The comparison that is going on."""
 
-    def __init__(self, length: int, turn: Callable[[Comparison, bool], None], says: bool) -> None:
+    def __init__(self, recorder: Recorder, length: int, turn: Callable[[Comparison, bool], None], says: bool) -> None:
         """
         Args:
+            recorder: Records the outcome.
             length: The number of steps of a block.
             turn: Puts the instrumentation in (True) or takes it out, below our own wrappers.
             says: Whether this rank prints the outcome.
         """
+        self._recorder = recorder
         self._length = length
         self._turn = turn
         self._says = says
-        self._run, self._steps = Ledger(), Ledger()
+        self._run, self._steps = Patcher(), Patcher()
         self._of_run = [Seam(_MODULE, "train", _ON, self._train)]
         self._of_steps = [
             Seam(_MODULE, "train_step", _ON, self._train_step),
@@ -137,7 +139,7 @@ class Comparison:
         self._run.silence()
         self._steps.silence()
 
-    def _train(self, original: Function, groups: frozenset[str]) -> Hook:
+    def _train(self, original: Function, given: Any) -> Hook:
         def begin(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
             return True
 
@@ -147,13 +149,13 @@ class Comparison:
 
         return Hook(begin, end)
 
-    def _train_step(self, original: Function, groups: frozenset[str]) -> Hook:
+    def _train_step(self, original: Function, given: Any) -> Hook:
         def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
             self._started = perf_counter_ns()
 
-        return Hook(begin, lambda token, result, error: None)
+        return Hook(begin)
 
-    def _training_log(self, original: Function, groups: frozenset[str]) -> Hook:
+    def _training_log(self, original: Function, given: Any) -> Hook:
         """Runs after each step, of which it is a part: there its span ends and its metrics are recorded."""
 
         def begin(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
@@ -186,7 +188,7 @@ class Comparison:
         self._block += 1
         if following != on:
             if on:
-                RECORDER.catch_up(_CATCH_UP_S)
+                self._recorder.catch_up(_CATCH_UP_S)
             self._turn(self, following)
 
     def _report(self) -> None:
@@ -207,7 +209,7 @@ class Comparison:
                     f". Blocks took {self._longest_s:.1f} s at most: in less than {_LONG_S:g} s, "
                     "a part of the exporting falls between them and isn't counted."
                 )
-        record = RECORDER.current
+        record = self._recorder.current
         if record is not None and record.name == "megatron.train":
             record.attributes = {**(record.attributes or {}), **attributes}
         if self._says:

@@ -19,19 +19,21 @@ from megatron_autoinstrument import ab, autoload
 from megatron_autoinstrument.base import BaseInstrumentor
 from megatron_autoinstrument.common import groups, redact
 from megatron_autoinstrument.common.redact import get_logger
-from megatron_autoinstrument.megatron import nemo_lens, patching
+from megatron_autoinstrument.megatron import nemo_lens, patching, state
 from megatron_autoinstrument.process import ranks, signals, strategies
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.settings import config, declarative, flags
-from megatron_autoinstrument.targets import arguments, global_vars
+from megatron_autoinstrument.targets import arguments
 
 if TYPE_CHECKING:
-    from megatron_autoinstrument.export.providers import Connection
+    from megatron_autoinstrument.recording.connection import Connection
     from megatron_autoinstrument.recording.traces import Traces
 
 _logger = get_logger(__name__)
 
-LEDGER = patching.Ledger(lambda look: _in_turn(lambda: _look(look)), beside=arguments.LEDGER)
+RECORDER = Recorder()
+"""The process's."""
+PATCHER = patching.Patcher(lambda look: _in_turn(lambda: _look(look)), beside=arguments.PATCHER)
 
 _PROVIDERS = {"traces": "tracer", "metrics": "meter", "logs": "logger"}
 _ASIDE = (
@@ -47,7 +49,6 @@ _CORE_ALONE = (
     "megatron/training.py is no training loop that megatron-autoinstrument knows: it records no run, step, evaluation "
     "or checkpoint of it, and of megatron.core what it knows."
 )
-_FLAGS = ("--otel-span-groups", "--otel-service-name")
 
 
 class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its package has no types
@@ -55,7 +56,7 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
 
     `instrument()` may come before or after Megatron is imported, and again after `uninstrument()`, also while
     training runs. What to record, and on which ranks, is told by variables (see
-    `settings.environment_variables`) and by flags. On ranks that don't export, nothing is patched but
+    `settings.table`) and by flags. On ranks that don't export, nothing is patched but
     Megatron's argument parser and what it hands its result to. Any thread may call these, and a signal handler may:
     what is asked for while something else is being done comes after it, and nobody waits for that for ever.
     """
@@ -108,15 +109,15 @@ class MegatronInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # its packa
             _take_out()
             _stop_comparing()
             if RECORDER.current is not None:
-                RECORDER.hand_on(release=True)
+                RECORDER.request_flush(end_held=True)
             else:
-                RECORDER.flush(release=True)
+                RECORDER.flush(end_held=True)
                 RECORDER.disconnect()
             signals.TERMINATION.uninstall()
         except Exception:
             if patching.reraise_internal_errors:
                 raise
-            LEDGER.silence()
+            PATCHER.silence()
             _logger.warning("Could not take the instrumentation back; it is silent from here on.", exc_info=True)
 
     @contextlib.contextmanager
@@ -161,7 +162,7 @@ def _guarded(switch: Callable[[], None]) -> None:
     except Exception:
         if patching.reraise_internal_errors:
             raise
-        LEDGER.silence()
+        PATCHER.silence()
         _logger.warning("Switching the instrumentation failed; it is silent from here on.", exc_info=True)
 
 
@@ -172,7 +173,7 @@ _paused: tuple[frozenset[str], bool] = (frozenset(), False)  # what the first of
 def _pause() -> None:
     global _pauses, _paused
     if _pauses == 0:
-        _paused = LEDGER.groups, _take_out()
+        _paused = PATCHER.groups, _take_out()
     _pauses += 1
 
 
@@ -181,7 +182,7 @@ def _resume() -> None:
     _pauses -= 1
     patched, watched = _paused
     # Inside the last of them, it may have been uninstrumented, or that and instrumented again.
-    if _pauses or LEDGER.groups or not MegatronInstrumentor().is_instrumented_by_opentelemetry:
+    if _pauses or PATCHER.groups or not MegatronInstrumentor().is_instrumented_by_opentelemetry:
         return
     if patched:
         _patch(patched)
@@ -216,7 +217,7 @@ def _decide(last: bool = False) -> _Decision:
     settings = config.from_environment(
         place, warn=knows and place.rank == 0, settled=last or known is ranks.Known.SETTLED
     )
-    off = settings.enabled is False or not (settings.span_groups or settings.metrics or settings.logs)
+    off = settings.enabled is False or not (settings.span_groups or settings.metrics_enabled or settings.logs_enabled)
     records = not off and not ranks.is_helper_process() and strategies.chosen(settings, last)
     if records and nemo_lens.is_here():
         aside = nemo_lens.is_asked_for()
@@ -282,8 +283,8 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
     _watch_for_training()
     wanted = {
         **({"traces": given["traces"]} if settings.span_groups else {}),
-        **({"metrics": given["metrics"]} if settings.metrics else {}),
-        **({"logs": given["logs"]} if settings.logs else {}),
+        **({"metrics": given["metrics"]} if settings.metrics_enabled else {}),
+        **({"logs": given["logs"]} if settings.logs_enabled else {}),
     }
 
     def connect() -> Connection:
@@ -297,7 +298,7 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
         return providers.connect(
             wanted,
             settings.exporter,
-            resource.attributes(place, ids.run_id(RECORDER.run_number)),
+            resource.attributes(place, ids.run_id(RECORDER.run.number)),
             build=not any(given.values()),
             service_name=settings.service_name,
             sampler=strategies.SAMPLING_STRATEGIES.get(strategy)(place, settings) if strategy else None,
@@ -306,16 +307,16 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
     def plan(connection: Connection, run: int) -> Traces | None:
         from megatron_autoinstrument.export import ids
 
-        # A restart in the process may have given it another rank.
-        strategies.recording = functools.cache(functools.partial(strategies.records, settings=settings))
         if RECORDER.journal is not None:
             now = ranks.current()
             RECORDER.journal.describe(now.rank, now.world_size, run, ids.run_id(run))
-        return connection.plan(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step")
+        # A restart in the process may have given it another rank.
+        is_recorded = functools.cache(functools.partial(strategies.records, settings=settings))
+        return connection.traces_of(ids.run_key(run), ranks.current().rank, settings.trace_scope == "step", is_recorded)
 
     # A program that tells its ranks their places in another way than Megatron's has told it by the first record.
     RECORDER.connect_by(connect, plan, lambda: _in_turn(lambda: _look_again(last=True)))
-    other = {groups.METRICS: settings.metrics, groups.LOGS: settings.logs}
+    other = {groups.METRICS: settings.metrics_enabled, groups.LOGS: settings.logs_enabled}
     everything = settings.span_groups | {name for name, on in other.items() if on}
     if settings.ab:
         _compare(settings, place, everything)
@@ -326,7 +327,7 @@ def _install(given: Mapping[str, Any], decision: _Decision | None = None) -> Non
 
 def _handle_signals() -> None:
     if MegatronInstrumentor().is_instrumented_by_opentelemetry:  # still
-        signals.install(RECORDER.cut_off, RECORDER.hand_on)
+        signals.install(RECORDER.terminate, RECORDER.request_flush)
 
 
 _comparison: ab.Comparison | None = None
@@ -347,7 +348,7 @@ def _compare(settings: config.Config, place: ranks.Rank, everything: frozenset[s
         _in_turn(switch)
 
     _stop_comparing()
-    _comparison = ab.Comparison(settings.ab, turn, says=strategies.is_first(place, settings))
+    _comparison = ab.Comparison(RECORDER, settings.ab, turn, says=strategies.is_first(place, settings))
     _comparison.start()
 
 
@@ -372,38 +373,36 @@ def _take_out() -> bool:
     """Takes out what runs per step, from the outside in, and says whether a comparison was watching."""
     watched = _comparison is not None and _comparison.unwatch()
     # Megatron exits on flags that its parser doesn't know, and may be yet to parse these.
-    if not flags.are_given() or global_vars.args() is not None:
-        arguments.LEDGER.uninstall(rebind=False)  # the other one does that as well
-    LEDGER.uninstall()
+    if not flags.are_given() or state.args() is not None:
+        arguments.PATCHER.uninstall(rebind=False)  # the other one does that as well
+    PATCHER.uninstall()
     return watched
 
 
 def _patch(wanted: frozenset[str]) -> None:
     if _in_child_of_a_rank:
         return
-    from megatron_autoinstrument.targets import SEAMS, schedules
+    from megatron_autoinstrument.targets import SEAMS
 
-    schedules.running = None  # in the middle of a pass nobody has counted its calls
-    schedules.all_counted = True
-    global_vars.when_known = lambda args: _in_turn(lambda: _apply_flags(args))
-    RECORDER.choose(wanted)
+    RECORDER.when_arguments_known = lambda args: _in_turn(lambda: _apply_flags(args))
+    RECORDER.set_groups(wanted)
     arguments.teach(rebind=False)  # the other ledger does that as well
-    LEDGER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS})
+    PATCHER.install([seam for seam in SEAMS if seam not in arguments.SEAMS], wanted | {groups.FLAGS}, RECORDER)
 
 
 def _apply_flags(args: Any) -> None:
     """Megatron's arguments are known: what they say of us overrides the variables, the kill switch excepted."""
-    said = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in _FLAGS}
+    said = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in flags.WITH_VALUE}
     changed = {flag: value for flag, value in said.items() if value and config.flags.get(flag) != value}
     config.flags.update(changed)
     instrumentor = MegatronInstrumentor()
     if instrumentor.is_instrumented_by_opentelemetry:
         _look_again()
-        _look(LEDGER.look)
+        _look(PATCHER.look)
         return
     on = config.enabled(warn=ranks.current().rank == 0)
     if getattr(args, "otel_enabled", None) and on is not False:
-        LEDGER.uninstall()  # what accept_flags() patched
+        PATCHER.uninstall()  # what accept_flags() patched
         instrumentor.instrument()
 
 
@@ -415,11 +414,11 @@ def _silence() -> None:
     _in_child_of_a_rank = _in_child_of_a_rank or _decision is not None  # Megatron was there, or about to be
     _switching, _busy = threading.RLock(), False  # another thread may have held it
     _asked.clear()
-    LEDGER.silence()
+    PATCHER.silence()
     if _comparison is not None:
         _comparison.silence()
         _comparison = None
-    RECORDER.abandon()
+    RECORDER.reset_after_fork()
 
 
 # Forked children (data workers, checkpoint writers) record nothing, whatever was running when they were forked.

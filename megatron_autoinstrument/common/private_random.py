@@ -20,9 +20,10 @@ GENERATOR = _Random(os.urandom(32))
 os.register_at_fork(after_in_child=lambda: GENERATOR.seed(os.urandom(32)))
 
 
-_bits = GENERATOR.getrandbits  # to look it up takes longer than to draw
+random_bits = GENERATOR.getrandbits
+"""So many random bits. (To look it up takes longer than to draw.)"""
 
 
 def random_span_id() -> int:
     """A span id: 64 bits, never 0."""
-    return _bits(64) or random_span_id()
+    return random_bits(64) or 1

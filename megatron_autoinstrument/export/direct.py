@@ -8,31 +8,48 @@ through the processor's queue, and encode.py makes its bytes when the exporter a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from math import isfinite
 from typing import Any
 
-from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SynchronousMultiSpanProcessor, Tracer
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.trace import Link, SpanContext, TraceFlags, TraceState
+from opentelemetry.trace import Span as ApiSpan
 
 from megatron_autoinstrument.common.finite import finite
 from megatron_autoinstrument.common.private_random import random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.export import encode
 from megatron_autoinstrument.export.ids import PrivateIdGenerator
-from megatron_autoinstrument.export.losses import Tally, exporter_of, inner_of, is_as_shipped, is_patched
-from megatron_autoinstrument.export.sampling import keeps_roots, keeps_what_is_inside
+from megatron_autoinstrument.export.losses import Tally, is_as_shipped, is_patched
+from megatron_autoinstrument.export.sdk_internals import (
+    CONTEXT,
+    CONTEXTS_ARE_TUPLES,
+    StartedSpan,
+    counts_spans,
+    exporter_of,
+    inner_of,
+    intake_of,
+    is_enabled,
+    keeps_roots,
+    keeps_what_is_inside,
+    limits_of,
+    processors_behind,
+    readable_of,
+    scope_of,
+    set_times,
+    taking,
+)
 from megatron_autoinstrument.recording.record import Record, linked
 
 _logger = get_logger(__name__)
 
 _SAMPLED, _NO_STATE = TraceFlags(TraceFlags.SAMPLED), TraceState()
 _PLAIN = frozenset({bool, int, float, str})  # attribute values that the SDK takes as they are
-_SURE = _PLAIN - {float}  # those of them that are finite
+_NEVER_INFINITE = _PLAIN - {float}
 
 
 _given_up = False
@@ -66,7 +83,6 @@ class Direct:
         self._is_closed = is_closed
         self._ended = ended
         self._takers: tuple[Callable[[Any], None], ...] = ()  # the queues that take a record in place of a span
-        self._taker: Callable[[Any], None] | None = None  # the only one
         self._seen: Any = None  # the processors that there were at the last look
         self.possible = False
         self.look()
@@ -81,25 +97,23 @@ class Direct:
             except Exception as error:  # noqa: BLE001
                 self._give_up(error)
                 return
-        self._takers, self._taker = takers, takers[0] if len(takers) == 1 else None
+        self._takers = takers
         self.possible = possible
 
     def _queues(self) -> tuple[Callable[[Any], None], ...]:
         """Where only batch processors that export by OTLP would see a span: what they take one by."""
         processors = [one for one in self._seen if type(one) is not self._ours]
         for one in processors:
-            inner = inner_of(one)
-            takes = [BatchSpanProcessor.on_end] + ([type(inner).emit] if inner is not one else [])
-            if type(one) is not BatchSpanProcessor or not all(map(is_as_shipped, takes)):
+            if type(one) is not BatchSpanProcessor or not all(map(is_as_shipped, intake_of(one))):
                 return ()
-            if is_patched(one) or is_patched(inner) or not encode.encodes_for(exporter_of(one)):
+            if is_patched(one) or is_patched(inner_of(one)) or not encode.encodes_for(exporter_of(one)):
                 return ()
-        return tuple(_taker(one) for one in processors)
+        return tuple(map(taking, processors))
 
     def _give_up(self, error: Exception) -> None:
         """This SDK is another than those that are known: every span is the tracer's from here on, in this process."""
         global _given_up
-        self.possible, self._takers, self._taker = False, (), None
+        self.possible, self._takers = False, ()
         if not _given_up:
             _given_up = True
             _logger.warning(
@@ -111,25 +125,25 @@ class Direct:
 
     def _may(self) -> bool:
         tracer = self._tracer
-        self._seen = getattr(tracer.span_processor, "_span_processors", None)  # first: more may come meanwhile
+        is_sdks = type(tracer.span_processor) is SynchronousMultiSpanProcessor
+        self._seen = processors_behind(tracer) if is_sdks else None  # first: more may come meanwhile
         if type(tracer.resource) is Resource:
             tracer.resource = HashedOnce(tracer.resource)
-        self._scope, self._limits = tracer._instrumentation_scope, tracer._span_limits
+        self._scope, self._limits = scope_of(tracer), limits_of(tracer)
         self._keeps_root = keeps_roots(tracer.sampler)
         possible = (
             type(tracer.id_generator) is PrivateIdGenerator
-            and type(tracer.span_processor) is SynchronousMultiSpanProcessor
-            and all(map(self._knows, tracer.span_processor._span_processors))
+            and is_sdks
+            and all(map(self._knows, self._seen))
             and keeps_what_is_inside(tracer.sampler)
             and _has_room(self._limits)
-            and getattr(tracer, "_is_enabled", lambda: True)()
-            # What counts spans by itself would not count these.
-            and type(getattr(tracer, "_tracer_metrics", None)).__name__ in ("NoneType", "NoOpTracerMetrics")
+            and is_enabled(tracer)
+            and not counts_spans(tracer)  # it would not count these
         )
         if possible and not self.possible:
             # Now: to find out later that the SDK's constructor is another would be at a user's call.
-            outer = _live(self, SpanContext(1, 1, False, _SAMPLED), None, "sample", 1, None, ())
-            _live(self, 1, outer, "sample", 1, None, ()).behind()
+            outer = _live((self, "sample", SpanContext(1, 1, False, _SAMPLED), None, 1, None, ()))
+            _live((self, "sample", 1, outer, 1, None, ())).behind()
         return possible
 
     def _knows(self, processor: Any) -> bool:
@@ -138,13 +152,13 @@ class Direct:
 
     def _is_possible(self) -> bool:
         """Also where a processor has come since the last look."""
-        if self.possible and self._tracer.span_processor._span_processors is not self._seen:
+        if self.possible and processors_behind(self._tracer) is not self._seen:
             self.look()
         return self.possible
 
     def start(
         self,
-        parent: SpanContext | trace.Span | None,
+        parent: SpanContext | ApiSpan | None,
         trace_id: int | None,
         name: str,
         start: int,
@@ -165,25 +179,20 @@ class Direct:
             span_id: Its id; None for a random one.
         """
         try:
-            if not self.possible or (
-                self._tracer.span_processor._span_processors is not self._seen and not self._is_possible()
-            ):
+            if not self.possible or (processors_behind(self._tracer) is not self._seen and not self._is_possible()):
                 return None
-            if type(parent) is Live:  # what `_live` does
-                span = object.__new__(Live)
-                vars(span)["made_of"] = (self, name, span_id or random_span_id(), parent, start, attributes, links)
-                return span
-            if parent is not None and not isinstance(parent, SpanContext):
-                parent = parent.get_span_context()
-            if parent is None:
+            if type(parent) is Live:
+                return _live((self, name, span_id or random_span_id(), parent, start, attributes, links))
+            around = parent if parent is None or isinstance(parent, SpanContext) else parent.get_span_context()
+            if around is not None:
+                if not around.trace_flags.sampled:
+                    return None
+                context = _context(around, span_id)
+            else:
                 if trace_id is None or self._keeps_root is None or not self._keeps_root(trace_id):
                     return None
                 context = _context_in(trace_id, _SAMPLED, _NO_STATE, span_id)
-            elif parent.trace_flags.sampled:
-                context = _context(parent, span_id)
-            else:
-                return None
-            return _live(self, context, parent, name, start, attributes, links)
+            return _live((self, name, context, around, start, attributes, links))
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
             return None
@@ -191,10 +200,8 @@ class Direct:
     def finish(self, span: Any, end: int, attributes: Mapping[str, Any] | None) -> bool:
         """Ends a span of `start`'s, with these attributes, if nobody has asked it for more than its context so far;
         `hand_on` does the rest."""
-        if type(span) is not Live:
-            return False
-        ended = (end, attributes)
-        return vars(span).setdefault("state", ended) is ended
+        ended = end, attributes
+        return type(span) is Live and span.__dict__.setdefault("state", ended) is ended
 
     def hand_on(self, record: Record) -> bool:
         """Hands on what ended without error. False where the tracer has to. One thread at a time may call it.
@@ -204,44 +211,73 @@ class Direct:
         """
         span: Any = record.span
         if span is not None:
-            if type(span) is not Live:
-                return False
-            own = vars(span)
-            ended = own.get("state")
-            if type(ended) is not tuple:
-                return False
-            made_by: Direct = own["made_of"][0]
-            return made_by._hand_on_finished(record, ended[1], self._ended)
+            return (
+                type(span) is Live
+                and span.ended is not None
+                and (span.made_of[0]._hand_on_finished(record, span, self._ended))
+            )
         try:
             if record.trace is None or not self.possible:
                 return False
-            if self._tracer.span_processor._span_processors is not self._seen:  # one has come since the last look
+            if processors_behind(self._tracer) is not self._seen:  # one has come since the last look
                 self.look()
                 return self.hand_on(record)
             attributes = record.attributes
-            if attributes and not _is_as_sent(attributes):
+            if attributes:
                 record.attributes = attributes = finite(attributes)
                 if not _is_plain(attributes):
                     return False
-            if (take := self._taker) is not None:  # what `_take` does
-                record.handed_by = self
-                take(record)
-                self._ended.of_one += 1
-            else:
-                self._take(record, self._ended)
+            self._take(record, self._ended)
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
             return False
         return True
 
-    def _hand_on_finished(self, record: Record, attributes: Mapping[str, Any] | None, count: Tally) -> bool:
+    def hand_on_usual(self, waiting: deque[Record], most: int) -> tuple[int, Record | None]:
+        """Hands on what `waiting` begins with, at most so many, as long as it was frequent calls that ended without an
+        error, and one queue takes them.
+
+        Returns:
+            How many they were, and the first of another kind, if one was taken.
+        """
+        if len(self._takers) != 1 or processors_behind(self._tracer) is not self._seen:
+            return 0, None
+        (take,), handed, never_infinite = self._takers, 0, _NEVER_INFINITE
+        try:
+            while waiting and handed < most:
+                record = waiting.popleft()
+                if record.ended is None or record.error is not None or record.trace is None:
+                    return handed, record
+                attributes = record.attributes
+                if (span := record.span) is not None:
+                    state = span.__dict__.get("state") if type(span) is Live and span.made_of[0] is self else None
+                    if type(state) is not tuple:
+                        return handed, record
+                    attributes = state[1]
+                if attributes:
+                    for value in attributes.values():
+                        if (kind := type(value)) not in never_infinite and (kind is not float or not isfinite(value)):
+                            return handed, record
+                record.attributes = attributes
+                record.handed_by = self
+                try:
+                    take(record)
+                except Exception as error:  # noqa: BLE001
+                    record.handed_by = None
+                    self._give_up(error)
+                    return handed, record
+                handed += 1
+        finally:
+            self._ended.of_one += handed
+        return handed, None
+
+    def _hand_on_finished(self, record: Record, span: Live, count: Tally) -> bool:
         if self._is_closed():
             raise RuntimeError("The provider was shut down.")
-        is_plain = True
-        if attributes and not _is_as_sent(attributes):
-            attributes = finite(attributes)
-            is_plain = _is_plain(attributes)
-        if is_plain and self._is_possible():
+        ended = span.ended
+        assert ended is not None
+        attributes = finite(ended[1]) if ended[1] else None
+        if self._is_possible() and _is_plain(attributes):
             record.attributes = attributes
             try:
                 self._take(record, count)
@@ -249,24 +285,26 @@ class Direct:
                 self._give_up(error)
             else:
                 return True
-        span: Any = record.span
-        self._tracer.span_processor.on_end(span.behind()._readable_span())
+        self._tracer.span_processor.on_end(readable_of(span.behind()))
         return True
 
     def _take(self, record: Record, count: Tally) -> None:
         takers = self._takers
-        if not takers or record.trace is None:
+        if takers and record.trace is not None:
+            record.handed_by = self
+            taken = 0
+            for take in takers:
+                try:
+                    take(record)
+                    taken += 1
+                except Exception as error:
+                    if not taken:
+                        raise
+                    self._give_up(error)  # the others have it: not once more
+            count.of_one += 1
+        else:
             self._tracer.span_processor.on_end(self.readable(record))
             record.handed_by = self
-            return
-        record.handed_by = self
-        takers[0](record)
-        for take in takers[1:]:
-            try:
-                take(record)
-            except Exception as error:  # noqa: BLE001
-                self._give_up(error)  # the others have it: not once more
-        count.of_one += 1
 
     @property
     def resource(self) -> Resource:
@@ -316,7 +354,7 @@ class Direct:
     ) -> Span:
         """A span of the SDK's, which has not started."""
         tracer = self._tracer
-        return _Started(
+        return StartedSpan(
             name,
             context,
             parent,
@@ -330,39 +368,38 @@ class Direct:
         )
 
 
-class _Started(Span):
-    """The SDK wants a class of one's own to make a span without a tracer."""
-
-    def _readable_span(self) -> ReadableSpan:
-        """What is exported of it. An SDK without this method only makes it dearer."""
-        span = super()._readable_span()
-        # Of the SDK's bounded lists an encoder makes copies, under a lock: half of its work where they are empty.
-        for name in ("_events", "_links"):
-            if not getattr(span, name, True):
-                with suppress(AttributeError):  # of another make
-                    setattr(span, name, ())
-        return span
+_Ended = tuple[int, Mapping[str, Any] | None]
+"""How a call ended whose span had been asked for nothing but its context: when, and with which attributes."""
 
 
-class Live(_Started):
+_MadeOf = tuple["Direct", str, SpanContext | int, "SpanContext | Live | None", int, Any, Sequence[Link]]
+"""Who has made a `Live`, its name, its context or no more than its id, the context of the span around it or, where that
+is a `Live` too, itself, start, attributes and links."""
+
+
+class Live(StartedSpan):
     """A span that is current while its call runs. Most are asked for nothing but their context. Where somebody asks for
     more, a span of the SDK's is made, and has the state of this one from then on.
 
     Whether that or the end comes first is decided by one `setdefault`: threads and signal handlers need no lock.
     """
 
-    made_of: tuple[Direct, str, SpanContext | int, SpanContext | Live | None, int, Any, Sequence[Link]]
-    """What made it, name, context or id, the span around it or that one's context, start, attributes and links."""
+    made_of: _MadeOf
 
     def get_span_context(self) -> SpanContext:
         own = vars(self)
-        context: SpanContext | None = own.get("_context")
+        context: SpanContext | None = own.get(CONTEXT)
         if context is None:
-            context = own["made_of"][2]
-            if not isinstance(context, SpanContext):
-                context = _context(own["made_of"][3].get_span_context(), context)
-            context = own.setdefault("_context", context)
+            _, _, made, parent, _, _, _ = own["made_of"]
+            made = made if isinstance(made, SpanContext) else _context(parent.get_span_context(), made)
+            context = own.setdefault(CONTEXT, made)
         return context
+
+    @property
+    def ended(self) -> _Ended | None:
+        """How it was finished, if it was."""
+        state = vars(self).get("state")
+        return state if type(state) is tuple else None
 
     def behind(self) -> Span:
         """The SDK's span. Of one that was finished, there is one to be read: it has ended."""
@@ -378,15 +415,13 @@ class Live(_Started):
             attributes = ended[1]
         attributes = finite(attributes) if attributes else None
         span = of.make(name, self.get_span_context(), _context_of(parent), attributes, links)
-        span._start_time = start
-        if ended is not None:
-            span._end_time = ended[0]
+        set_times(span, start, None if ended is None else ended[0])
         return span
 
     def __getattr__(self, name: str) -> Any:
         if "made_of" not in vars(self):  # a copy that is being made
             raise AttributeError(name)
-        if name == "_context":
+        if name == CONTEXT:
             return self.get_span_context()
         return getattr(self.behind(), name)
 
@@ -399,53 +434,20 @@ class Live(_Started):
         return state is None or (type(state) is not tuple and state.is_recording())
 
 
-def _taker(processor: Any) -> Callable[[Any], None]:
-    """What a batch processor takes a span by that is sampled."""
-    inner = inner_of(processor)
-    # Where that is all that it does with one, as it has been so far.
-    is_all = set(BatchSpanProcessor.on_end.__code__.co_names) == _NAMED_BY_ON_END
-    take: Callable[[Any], None] = inner.emit if is_all and inner is not processor else processor.on_end
-    return take
+def _is_plain(attributes: Mapping[str, Any] | None) -> bool:
+    """Whether the SDK takes these values as they are."""
+    return not attributes or _PLAIN.issuperset(map(type, attributes.values()))
 
 
-_NAMED_BY_ON_END = {"context", "trace_flags", "sampled", "_batch_processor", "emit"}
-
-
-_Ended = tuple[int, "Mapping[str, Any] | None"]
-"""How a call ended whose span had been asked for nothing but its context: when, and its attributes."""
-
-
-def _live(
-    of: Direct,
-    context: SpanContext | int,
-    parent: SpanContext | Live | None,
-    name: str,
-    start: int,
-    attributes: Mapping[str, Any] | None,
-    links: Sequence[Link],
-) -> Live:
-    """A span that is made of these: past the SDK's constructors, which take most of the time."""
-    span = object.__new__(Live)
-    vars(span)["made_of"] = (of, name, context, parent, start, attributes, links)
-    return span
+def _live(made_of: _MadeOf) -> Live:
+    """A span that is made of these, past the SDK's constructors: they take most of the time."""
+    live = object.__new__(Live)
+    live.__dict__["made_of"] = made_of
+    return live
 
 
 def _context_of(parent: SpanContext | Live | None) -> SpanContext | None:
     return parent.get_span_context() if isinstance(parent, Live) else parent
-
-
-def _is_as_sent(attributes: Mapping[str, Any]) -> bool:
-    """Whether these are plain and finite, as nearly all are."""
-    for value in attributes.values():
-        kind = type(value)
-        if not (isfinite(value) if kind is float else kind in _SURE):
-            return False
-    return True
-
-
-def _is_plain(attributes: Mapping[str, Any] | None) -> bool:
-    """Whether the SDK takes these values as they are."""
-    return not attributes or _PLAIN.issuperset(map(type, attributes.values()))
 
 
 def _context(parent: SpanContext, span_id: int | None) -> SpanContext:
@@ -454,23 +456,10 @@ def _context(parent: SpanContext, span_id: int | None) -> SpanContext:
 
 def _context_in(trace_id: int, flags: TraceFlags, state: TraceState, span_id: int | None) -> SpanContext:
     span_id = span_id or random_span_id()
-    if _IS_A_TUPLE:
+    if CONTEXTS_ARE_TUPLES:
         # Its constructor, in Python, takes most of the time that a span does.
         return tuple.__new__(SpanContext, (trace_id, span_id, False, flags, state, True))
     return SpanContext(trace_id, span_id, False, flags, state)
-
-
-def _is_a_tuple() -> bool:
-    """Whether a context is nothing but a tuple of its ids, flags and state, and of whether it is valid."""
-    made = SpanContext(7, 5, False, TraceFlags(1))
-    try:
-        fields = (7, 5, False, made.trace_flags, made.trace_state, True)
-        return type(made).__mro__[1:] == (tuple, object) and tuple(made) == fields and made.is_valid
-    except Exception:  # noqa: BLE001
-        return False
-
-
-_IS_A_TUPLE = _is_a_tuple()
 
 
 def _has_room(limits: Any) -> bool:

@@ -21,6 +21,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.export.losses import is_as_shipped, is_of_this_package
+from megatron_autoinstrument.export.sdk_internals import EXPORT_METHODS, fields_of
 from megatron_autoinstrument.megatron import patching
 from megatron_autoinstrument.recording.record import Record
 from megatron_autoinstrument.recording.traces import span_id
@@ -134,10 +135,8 @@ def encode(span: ReadableSpan) -> bytes:
         Unusual: it has what is left to the exporter's own encoder: an event, attributes of links, lists.
         Exception: this SDK's spans are not like those that are known.
     """
-    context: Any = span._context
-    parent, events, links = span._parent, span._events, span._links
-    status, attributes = span._status, span._attributes
-    if events or context.trace_state or status.description or span._kind is not SpanKind.INTERNAL:
+    context, parent, events, links, status, attributes, kind, name, start, end = fields_of(span)
+    if events or context.trace_state or status.description or kind is not SpanKind.INTERNAL:
         raise Unusual
     if type(attributes) is not dict or events != ():  # lists of the SDK, which may have dropped something
         for part in (attributes, events, links):
@@ -149,7 +148,7 @@ def encode(span: ReadableSpan) -> bytes:
     else:
         ids = _child(_TRACE_ID, trace_id, _SPAN_ID, context.span_id, _PARENT_ID, parent.span_id)
         flags = _REMOTE if parent.is_remote else _LOCAL
-    parts = [ids, _name(span._name), _times(_START, span._start_time, _END, span._end_time)]
+    parts = [ids, _name(name), _times(_START, start, _END, end)]
     if attributes:
         parts.append(_attributes(attributes))
     if links:
@@ -262,9 +261,9 @@ def _request(of_sdk: _Encoder, kind: Any, spans: Sequence[Any]) -> Any:
                 whose = span.handed_by
                 if whose is not latest:
                     latest, add = whose, _group(groups, whose.resource, whose.scope)
-            elif type(span) is ReadableSpan and getattr(span._instrumentation_scope, "name", None) == SCOPE:
+            elif type(span) is ReadableSpan and getattr(span.instrumentation_scope, "name", None) == SCOPE:
                 encoded = encode(span)
-                latest, add = None, _group(groups, span._resource, span._instrumentation_scope)
+                latest, add = None, _group(groups, span.resource, span.instrumentation_scope)
             else:
                 others.append(span)
                 continue
@@ -339,7 +338,7 @@ _encoders: dict[str, Callable[..., Any]] = {}  # put into their modules
 _encoding: set[str] = set()  # those whose exporters have spans encoded here
 
 
-def install() -> None:
+def replace_encoders() -> None:
     """Has the exporters that are loaded by now encode this package's spans by `encode`. All other spans, and those with
     something unusual, stay with their own encoder, and so do all spans where that makes something else of a sample."""
     for name in _EXPORTERS:
@@ -352,9 +351,6 @@ def install() -> None:
                 _give_up(module, reason)
 
 
-_ASKED = ("export", "_export", "_translate_data")  # of an exporter
-
-
 def encodes_for(exporter: Any) -> bool:
     """Whether an exporter is OpenTelemetry's own, as it is, and asks this module for the bytes of its spans: it takes
     records then."""
@@ -364,8 +360,8 @@ def encodes_for(exporter: Any) -> bool:
     own = vars(exporter)
     return (
         getattr(sys.modules[kind.__module__], "encode_spans", None) is _encoders.get(kind.__module__)
-        and all(is_as_shipped(getattr(kind, name)) for name in _ASKED if hasattr(kind, name))
-        and own.keys().isdisjoint(_ASKED[1:])
+        and all(is_as_shipped(getattr(kind, name)) for name in EXPORT_METHODS if hasattr(kind, name))
+        and own.keys().isdisjoint(EXPORT_METHODS[1:])
         and ("export" not in own or is_of_this_package(own["export"]))
     )
 

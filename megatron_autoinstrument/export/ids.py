@@ -15,9 +15,8 @@ from typing import NamedTuple
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 
 from megatron_autoinstrument.common.private_random import GENERATOR, random_span_id
+from megatron_autoinstrument.megatron import state
 from megatron_autoinstrument.process import ranks, store
-from megatron_autoinstrument.settings.environment_variables import NEMO_LENS_RUN_ID
-from megatron_autoinstrument.targets import global_vars
 
 
 class PrivateIdGenerator(IdGenerator):
@@ -26,7 +25,7 @@ class PrivateIdGenerator(IdGenerator):
     def __init__(self) -> None:
         self._planned = threading.local()
 
-    def plan(self, trace_id: int | None, span_id: int | None) -> None:
+    def use_ids(self, trace_id: int | None, span_id: int | None) -> None:
         """What this thread's spans get from now on; None is a random id."""
         self._planned.trace_id, self._planned.span_id = trace_id, span_id
 
@@ -99,7 +98,7 @@ def _word(run: int) -> str | None:
     them trains in a process is one run.
     """
     global _run
-    args = global_vars.args()
+    args = state.args()
     before = _run
     if before is not None and before.number == run and (before.args is None or args is None or before.args() is args):
         return before.word
@@ -133,7 +132,7 @@ def run_key(run: int) -> str | None:
 def run_id(run: int) -> str:
     """The id of this run, the same on every rank: NEMO_LENS_RUN_ID, else SLURM's job id, else torchrun's run id,
     else one that the ranks agree on; before torch.distributed is initialised, a hash of its address."""
-    for name in (NEMO_LENS_RUN_ID, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+    for name in ("NEMO_LENS_RUN_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         value = os.environ.get(name, "").strip()
         if value and not (name == "TORCHELASTIC_RUN_ID" and value == "none"):
             return value

@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 from megatron_autoinstrument.common.redact import get_logger
+from megatron_autoinstrument.export.sdk_internals import QUEUE_IS_FULL, exporter_of, holders_of, inner_of, queue_of
 from megatron_autoinstrument.recording.record import Record
 
 _logger = get_logger(__name__)
@@ -103,7 +104,7 @@ class Export(logging.Filter):
         """Whether nothing of somebody's stands behind it."""
         return self._own is None or is_of_this_package(self._own)
 
-    def release(self) -> None:
+    def unhook(self) -> None:
         """Puts the exporter's own `export` back."""
         if vars(self._exporter).get("export") is self:
             if self._own is None:
@@ -173,7 +174,7 @@ class Export(logging.Filter):
         """Lets one line through, of each kind: trouble with the export, and a queue that is full."""
         if record.levelno < logging.WARNING:
             return True
-        full = str(record.msg).startswith("Queue ") and self._is_full()
+        full = str(record.msg).startswith(QUEUE_IS_FULL) and self._is_full()
         if not full and getattr(_at_work, "export", None) is not self:
             return True  # another exporter's
         if not full:
@@ -199,61 +200,32 @@ class Export(logging.Filter):
     def _of_scope(self, batch: Any) -> int:
         if self._signal != "traces":
             return 0
-        records = list(map(type, batch)).count(Record)
-        if records == len(batch):
-            return records
-        return sum(
-            type(span) is Record or getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope
-            for span in batch
-        )
+        spans = [span for span in batch if type(span) is not Record]
+        of_scope = [
+            span for span in spans if getattr(getattr(span, "instrumentation_scope", None), "name", None) == self._scope
+        ]
+        return len(batch) - len(spans) + len(of_scope)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def watch(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
+def watch_exporters(signal: str, provider: Any, ended: Tally, scope: str) -> list[Export]:
     """Watches the exporters that the SDK's own processors and readers of `provider` export with; other processors'
     are out of sight."""
     watched = []
-    for holder in holders(provider) or ():
+    for holder in holders_of(provider) or ():
         if not type(holder).__module__.startswith("opentelemetry.sdk."):
             continue
         try:
-            inner, exporter = inner_of(holder), exporter_of(holder)
-            if exporter is None:
-                continue
-            queue = getattr(inner, "_queue", getattr(inner, "queue", None))
-            watched.append(Export(signal, exporter, holder, queue, ended, scope))
+            if (exporter := exporter_of(holder)) is not None:
+                watched.append(Export(signal, exporter, holder, queue_of(holder), ended, scope))
         except Exception:
             _logger.debug("An exporter can't be watched", exc_info=True)  # it takes no attributes
     return watched
 
 
-def holders(provider: Any) -> list[Any] | None:
-    """Its processors or readers: the SDK has no public way to them. None if it has another way than those known."""
-    for owner, name in (
-        (getattr(provider, "_active_span_processor", None), "_span_processors"),
-        (getattr(provider, "_multi_log_record_processor", None), "_log_record_processors"),
-        (getattr(provider, "_sdk_config", None), "metric_readers"),
-        (provider, "_metric_readers"),  # in newer ones
-    ):
-        if (found := getattr(owner, name, None)) is not None:
-            return list(found)
-    return None
-
-
 def is_patched(thing: Any) -> bool:
     """Whether it has something of its own in the place of what its class has."""
     return any(hasattr(type(thing), name) for name in vars(thing))
-
-
-def exporter_of(holder: Any) -> Any | None:
-    """The exporter that a processor or reader of the SDK's exports with."""
-    inner = inner_of(holder)
-    return getattr(inner, "_exporter", None) or getattr(inner, "span_exporter", None)
-
-
-def inner_of(holder: Any) -> Any:
-    """The part that has queue and exporter: from SDK 1.34 on, batch processors are made of one."""
-    return getattr(holder, "_batch_processor", holder)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
+from megatron_autoinstrument.recording.recorder import Recorder
+
 STEP_DURATION = "megatron.training.step_duration_ms"
 SKIPPED = "megatron.training.skipped_iters"
 NONFINITE = "megatron.training.nonfinite_iters"
@@ -40,44 +42,39 @@ SPANS_DROPPED = "megatron.otel.spans_dropped"
 """Beyond the guide."""
 
 _instruments: tuple[Meter, dict[str, Any]] | None = None
-_latest: dict[str, float] = {}  # the finite ones of the values that Megatron logged last
 
 
-def record(meter: Meter, values: Mapping[str, float | None]) -> None:
+def record(recorder: Recorder, values: Mapping[str, float | None]) -> None:
     """Records what Megatron logs now, one value per instrument. None, and what is no finite number, is left out: a NaN
-    would stay in a histogram's sum for ever."""
-    global _latest
-    instruments = _of(meter)
-    _latest = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-    for name, value in _latest.items():
+    would stay in a histogram's sum for ever. The gauges of a new run say nothing until something is recorded."""
+    instruments = _of(recorder)
+    logged = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+    recorder.run.logged = logged
+    for name, value in logged.items():
         if INSTRUMENTS[name].kind == "counter":
             instruments[name].add(value)
         elif INSTRUMENTS[name].kind == "histogram":
             instruments[name].record(value)
 
 
-def count(meter: Meter, skipped: bool, nonfinite: bool) -> None:
+def count(recorder: Recorder, skipped: bool, nonfinite: bool) -> None:
     """Counts an iteration as what it was."""
-    instruments = _of(meter)
+    instruments = _of(recorder)
     instruments[SKIPPED].add(int(skipped))
     if nonfinite:
         instruments[NONFINITE].add(1)
 
 
-def forget() -> None:
-    """Lets the gauges say nothing until something is recorded: a new run's values are not the last one's."""
-    global _latest
-    _latest = {}
-
-
-def _of(meter: Meter) -> dict[str, Any]:
+def _of(recorder: Recorder) -> dict[str, Any]:
     global _instruments
+    meter = recorder.meter
+    assert meter is not None
     if _instruments is None or _instruments[0] is not meter:
-        _instruments = (meter, {name: _create(meter, name) for name in INSTRUMENTS})
+        _instruments = (meter, {name: _create(meter, name, recorder) for name in INSTRUMENTS})
     return _instruments[1]
 
 
-def _create(meter: Meter, name: str) -> Any:
+def _create(meter: Meter, name: str, recorder: Recorder) -> Any:
     kind, unit, description = INSTRUMENTS[name]
     if kind == "histogram":
         return meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=_BOUNDARIES)
@@ -86,7 +83,7 @@ def _create(meter: Meter, name: str) -> Any:
 
     # The SDK would go on exporting the last value that was set, also when there is none any more.
     def observe(options: CallbackOptions) -> list[Observation]:
-        value = _latest.get(name) if _instruments is not None and _instruments[0] is meter else None
+        value = recorder.run.logged.get(name) if _instruments is not None and _instruments[0] is meter else None
         return [] if value is None else [Observation(value)]
 
     return meter.create_observable_gauge(name, [observe], unit, description)

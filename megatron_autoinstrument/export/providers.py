@@ -37,7 +37,16 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.export import encode, ids, losses
 from megatron_autoinstrument.export.metrics import SPANS_DROPPED
-from megatron_autoinstrument.export.sampling import drops_what_is_inside
+from megatron_autoinstrument.export.sdk_internals import (
+    LOGS_API,
+    LOGS_SDK,
+    drops_what_is_inside,
+    exporter_of,
+    holders_of,
+    multi_processor_of,
+    resource_of,
+    set_resource,
+)
 from megatron_autoinstrument.recording.traces import Traces, trace_id
 from megatron_autoinstrument.settings import declarative, standard
 from megatron_autoinstrument.version import __version__
@@ -49,15 +58,15 @@ TRACES, METRICS, LOGS = "traces", "metrics", "logs"
 
 _RANDOM_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"  # the SDK's own instance id
 _LOWER_HALF = (1 << 64) - 1
-_OURS_EXIT_TIMEOUT_S = 5.0
-_THEIRS_EXIT_TIMEOUT_S = 10.0
+_BUILT_EXIT_TIMEOUT_S = 5.0
+_APPLICATIONS_EXIT_TIMEOUT_S = 10.0
 _PROCESSORS_WITHIN_S = 10.0  # the time that an application has to add a processor to its provider
 
 
-class Connection:
+class Providers:
     """What to record with, and what can be asked of the providers behind it."""
 
-    def __init__(self, providers: Mapping[str, Any], instruments: Mapping[str, Any], new: _New) -> None:
+    def __init__(self, providers: Mapping[str, Any], instruments: Mapping[str, Any], new: ProviderOptions) -> None:
         """
         Args:
             providers: By signal.
@@ -74,16 +83,20 @@ class Connection:
         self.closed = False  # somebody shut the tracer provider down
         self.drops_whole_traces = False
         """Whether the sampler drops all that is inside a span that it drops, and need not be asked."""
-        self.exit_timeout_s = _OURS_EXIT_TIMEOUT_S if all(map(_is_ours, providers.values())) else _THEIRS_EXIT_TIMEOUT_S
+        self.exit_timeout_s = (
+            _BUILT_EXIT_TIMEOUT_S if all(map(_is_built, providers.values())) else _APPLICATIONS_EXIT_TIMEOUT_S
+        )
         self.others = " and ".join(name for name in providers if name != TRACES)
         self._generator = ids.private_generator(self.tracer)
         self.chooses_ids = self._generator is not None
         """Whether a span can be given the id that it is to have."""
         self._hand_on: Callable[[], bool] = lambda: True
-        self._watch: _Watch | None = None
+        self._watch: _WatchingProcessor | None = None
         self._ended = losses.Tally()
         self.direct = _direct(self.tracer, lambda: self.closed, self._ended)
-        self._exports = {name: losses.watch(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()}
+        self._exports = {
+            name: losses.watch_exporters(name, behind, self._ended, SCOPE) for name, behind in self._behind.items()
+        }
         counter = (SPANS_DROPPED, "{span}", "Spans that were recorded and not exported")
         try:
             self._lost = self.meter.create_counter(*counter)
@@ -107,13 +120,15 @@ class Connection:
         generator = self._generator
         if generator is None or trace_id is span_id is None:
             return self.tracer.start_span(name, context, start_time=start, attributes=attributes, links=links)
-        generator.plan(trace_id, span_id)
+        generator.use_ids(trace_id, span_id)
         try:
             return self.tracer.start_span(name, context, start_time=start, attributes=attributes, links=links)
         finally:
-            generator.plan(None, None)
+            generator.use_ids(None, None)
 
-    def plan(self, key: str | None, rank: int, per_step: bool) -> Traces | None:
+    def traces_of(
+        self, key: str | None, rank: int, per_step: bool, is_recorded: Callable[[int], bool] = lambda rank: False
+    ) -> Traces | None:
         """The traces of the run `key`; None where it has none, or the provider ids of its own kind."""
         if key is None or self._generator is None:
             return None
@@ -122,7 +137,7 @@ class Connection:
         run = trace_id(key, "run")
         candidates = (run, run & ~_LOWER_HALF | 1, run | _LOWER_HALF)
         kept = next((run for run in candidates if self.keeps(run, "megatron.pretrain")), run)
-        return Traces(key, rank, per_step, kept)
+        return Traces(key, rank, per_step, kept, is_recorded)
 
     def keeps(self, trace_id: int, name: str) -> bool:
         """Whether the sampler keeps a root span `name` in the trace `trace_id`."""
@@ -148,13 +163,13 @@ class Connection:
         if provider is None:
             return
         try:
-            watches = [holder for holder in losses.holders(provider) or () if isinstance(holder, _Watch)]
-            self._watch = watches[0] if watches else _Watch()
+            watches = [holder for holder in holders_of(provider) or () if isinstance(holder, _WatchingProcessor)]
+            self._watch = watches[0] if watches else _WatchingProcessor()
             self._watch.serve(self, hand_on, self._ended)
             if not watches:
                 # A class of somebody's may do more when a processor is added: Phoenix's drops the one it has.
                 sdk_trace.TracerProvider.add_span_processor(provider, self._watch)
-                _drain_before(provider._active_span_processor, self._watch)
+                _drain_before(multi_processor_of(provider), self._watch)
         except Exception:
             _logger.debug("A tracer provider can't be watched", exc_info=True)
 
@@ -166,7 +181,7 @@ class Connection:
         """
         try:
             ids.keep_random_state_in_retries()
-            encode.install()
+            encode.replace_encoders()
             self.direct.look()
             self._look_behind()
             self.drops_whole_traces = drops_what_is_inside(self._sampler)
@@ -194,7 +209,7 @@ class Connection:
             instrument = provider.get_logger(SCOPE) if name == LOGS else self._instruments[name]
             if _is_the_apis(instrument, signal) and not _is_unset(instrument, signal):
                 _say_once(name, provider, "is a no-op")
-            elif not _is_ours(provider) and _is_empty(self._behind[name]):
+            elif not _is_built(provider) and _is_empty(self._behind[name]):
                 _say_once(name, provider, f"has no {signal.holder}")
 
     def flush_spans(self, final: bool = False) -> None:
@@ -219,8 +234,8 @@ class Connection:
             try:
                 _ask(self._providers.get(name), "force_flush")
             finally:
-                if final and name in _ours:  # somebody else's are theirs to shut down
-                    _ask(_ours[name], "shutdown")
+                if final and name in _built:  # somebody else's are theirs to shut down
+                    _ask(_built[name], "shutdown")
 
     def lost(self, final: bool) -> int:
         """How many of our spans the exporters lost, as far as they can be watched.
@@ -262,18 +277,18 @@ class Connection:
                 for one in (provider, self._behind[name]):
                     atexit.unregister(getattr(one, "shutdown", bool))
 
-    def release(self) -> None:
+    def unhook(self) -> None:
         """Lets the exporters alone again."""
         for name in self._exports:
             for export in self._exports[name]:
-                export.release()
+                export.unhook()
             self._exports[name] = []
 
 
-class _Watch(sdk_trace.SpanProcessor):
+class _WatchingProcessor(sdk_trace.SpanProcessor):
     """What sees a tracer provider flushed, shut down, and handed spans; one for each, as it can't be taken back."""
 
-    def serve(self, connection: Connection, hand_on: Callable[[], bool], ended: losses.Tally) -> None:
+    def serve(self, connection: Providers, hand_on: Callable[[], bool], ended: losses.Tally) -> None:
         """Works for `connection` from now on."""
         self._connection = weakref.ref(connection)
         self._hand_on = hand_on
@@ -305,7 +320,7 @@ class _Watch(sdk_trace.SpanProcessor):
             connection.closed = True
 
 
-def _drain_before(several: Any, watch: _Watch) -> None:
+def _drain_before(several: Any, watch: _WatchingProcessor) -> None:
     """Has what has ended by then handed on before the processors of a provider are flushed or shut down, in the thread
     that asks for it: OpenTelemetry asks `watch` after the others. For the life of the provider, as `watch` is there."""
 
@@ -328,7 +343,7 @@ def connect(
     build: bool = True,
     service_name: str | None = None,
     sampler: Sampler | None = None,
-) -> Connection:
+) -> Providers:
     """Connects each signal to the provider given for it, else to the application's global one, else to one of ours.
 
     Args:
@@ -339,7 +354,7 @@ def connect(
         service_name: What a flag calls the service; it wins over everything else.
         sampler: The sampler of a tracer provider of ours, in place of OTEL_TRACES_SAMPLER's.
     """
-    new = _New(exporter, attributes, service_name, sampler)
+    new = ProviderOptions(exporter, attributes, service_name, sampler)
     providers: dict[str, Any] = {}
     instruments: dict[str, Any] = {}
     with standard.tidied() if build else nullcontext():
@@ -352,10 +367,10 @@ def connect(
                 pass
             except Exception as error:  # noqa: BLE001
                 _logger.warning("No %s are recorded: OpenTelemetry could not be set up for them. %s", name, error)
-    return Connection(providers, instruments, new)
+    return Providers(providers, instruments, new)
 
 
-class _New(NamedTuple):
+class ProviderOptions(NamedTuple):
     """How a provider is to be made, or completed."""
 
     exporter: str | None
@@ -364,26 +379,26 @@ class _New(NamedTuple):
     sampler: Sampler | None
 
 
-def _provider(signal: _Signal, given: Any, new: _New, build: bool) -> Any:
+def _provider(signal: _Signal, given: Any, new: ProviderOptions, build: bool) -> Any:
     provider = signal.get() if given is None else given
     if _is_unset(provider, signal):
         if not build:
             return provider
-        provider = _ours[signal.name] = _build(signal, new)
-    elif not _is_ours(provider):
+        provider = _built[signal.name] = _build(signal, new)
+    elif not _is_built(provider):
         behind = _behind(provider, signal)
         _complete(behind, new, signal)
         # In a forked child their readers start again and repeat what this rank has recorded, as this rank.
-        for reader in (losses.holders(behind) or ()) if signal.name == METRICS else ():
-            _silent_in_children(getattr(reader, "_exporter", None), _without_ours)
+        for reader in (holders_of(behind) or ()) if signal.name == METRICS else ():
+            _silent_in_children(exporter_of(reader), _without_ours)
         for variable in ("EXPORTER" if new.exporter else "", "SAMPLING_STRATEGY" if new.sampler else ""):
             if variable:
                 _logger.info("MEGATRON_OTEL_%s is not used for %s: a provider is set already.", variable, signal.name)
     return provider
 
 
-def _is_ours(provider: Any) -> bool:
-    return any(provider is one for one in _ours.values())
+def _is_built(provider: Any) -> bool:
+    return any(provider is one for one in _built.values())
 
 
 def _is_the_apis(thing: Any, signal: _Signal) -> bool:
@@ -399,8 +414,8 @@ def _is_unset(thing: Any, signal: _Signal) -> bool:
 
 def _is_empty(provider: Any) -> bool:
     """Whether it is known to have nothing that it could hand anything to."""
-    holders = losses.holders(provider)
-    return holders is not None and all(isinstance(holder, _Watch) for holder in holders)
+    holders = holders_of(provider)
+    return holders is not None and all(isinstance(holder, _WatchingProcessor) for holder in holders)
 
 
 _told: set[str] = set()
@@ -430,7 +445,7 @@ def _behind(provider: Any, signal: _Signal) -> Any:
     return inside[0] if len(inside) == 1 else None
 
 
-def _build(signal: _Signal, new: _New) -> Any:
+def _build(signal: _Signal, new: ProviderOptions) -> Any:
     """A provider from the standard `OTEL_*` variables, set globally so that what the user records is exported too.
 
     The SDK's own configurator sets its provider before it has made the exporters, and one without any stays where
@@ -442,8 +457,8 @@ def _build(signal: _Signal, new: _New) -> Any:
     """
     if declarative.is_set():
         provider = declarative.provider(signal.name, lambda resource: _described(resource, new))
-        for holder in losses.holders(provider) or ():
-            _silent_in_children(losses.exporter_of(holder))
+        for holder in holders_of(provider) or ():
+            _silent_in_children(exporter_of(holder))
         atexit.unregister(provider.shutdown)  # it has no bound; our own exit has
     else:
         with standard.told_once():  # to import the SDK's logs makes a resource
@@ -468,7 +483,7 @@ def _exporters(signal: str, chosen: str | None) -> list[str]:
     return [name for name in names if name and name.lower() != "none"]
 
 
-def _tracer_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
+def _tracer_provider(exporters: Sequence[Any], resource: Resource, new: ProviderOptions) -> Any:
     processors = [BatchSpanProcessor(exporter) for exporter in exporters]
     generator = os.environ.get(OTEL_PYTHON_ID_GENERATOR, "random").strip()
     provider = sdk_trace.TracerProvider(
@@ -483,7 +498,7 @@ def _tracer_provider(exporters: Sequence[Any], resource: Resource, new: _New) ->
     return provider
 
 
-def _meter_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
+def _meter_provider(exporters: Sequence[Any], resource: Resource, new: ProviderOptions) -> Any:
     readers = [
         exporter if isinstance(exporter, MetricReader) else PeriodicExportingMetricReader(exporter)
         for exporter in exporters
@@ -491,12 +506,10 @@ def _meter_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> 
     return sdk_metrics.MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
 
 
-def _logger_provider(exporters: Sequence[Any], resource: Resource, new: _New) -> Any:
-    # These have no public place yet: a release that moves them costs the logs alone.
-    from opentelemetry.sdk import _logs as sdk_logs
-    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
-
-    processors = [BatchLogRecordProcessor(exporter) for exporter in exporters]
+def _logger_provider(exporters: Sequence[Any], resource: Resource, new: ProviderOptions) -> Any:
+    # Imported here: a release that moves them costs the logs alone.
+    sdk_logs, export = import_module(LOGS_SDK), import_module(f"{LOGS_SDK}.export")
+    processors = [export.BatchLogRecordProcessor(exporter) for exporter in exporters]
     provider = sdk_logs.LoggerProvider(resource=resource, shutdown_on_exit=False)
     for processor in processors:
         provider.add_log_record_processor(processor)
@@ -511,7 +524,7 @@ class _Signal(NamedTuple):
     api: str
     sdk: str
     holder: str
-    build: Callable[[Sequence[Any], Resource, _New], Any]
+    build: Callable[[Sequence[Any], Resource, ProviderOptions], Any]
     instrument: Callable[[Any], Any]
     """What a provider gives to record with."""
 
@@ -524,7 +537,7 @@ class _Signal(NamedTuple):
         getattr(import_module(self.api), f"set_{self.kind}_provider")(provider)
 
 
-_ours: dict[str, Any] = {}  # global providers that we made: OpenTelemetry lets each be set once
+_built: dict[str, Any] = {}  # global providers that we made: OpenTelemetry lets each be set once
 
 
 def _entry_point(exporter: str, signal: str) -> str:
@@ -593,27 +606,20 @@ def _without_ours(data: Any) -> Any:
         return None
 
 
-def _complete(provider: Any, new: _New, signal: _Signal) -> None:
+def _complete(provider: Any, new: ProviderOptions, signal: _Signal) -> None:
     """Adds our resource attributes to a provider that was made before the rank was known."""
     if provider is None:
         _logger.info("The provider of %s can't be told which rank this is: it is not the SDK's.", signal.name)
         return
     try:
-        # A meter provider keeps its resource in its configuration.
-        has_config = hasattr(provider, "_sdk_config")
-        holder, name = (provider._sdk_config, "resource") if has_config else (provider, "_resource")
-        described = _described(getattr(holder, name), new)
-        if hasattr(provider, "_update_resource"):  # from SDK 1.44; also reaches tracers made before
-            provider._update_resource(described)
-        else:
-            setattr(holder, name, described)
+        set_resource(provider, _described(resource_of(provider), new))
     except Exception:  # noqa: BLE001
         if f"resource of {signal.name}" not in _told:
             _told.add(f"resource of {signal.name}")
             _logger.warning("Which rank this is can't be added to the resource of the provider of %s.", signal.name)
 
 
-def _described(has: Resource, new: _New) -> Resource:
+def _described(has: Resource, new: ProviderOptions) -> Resource:
     """The resource `has` with those attributes that nobody chose."""
     made_up = {
         key
@@ -659,7 +665,7 @@ def _log_handler(provider: Any) -> logging.Handler | None:
 def _handler_class() -> Callable[..., logging.Handler]:
     for module, options in (
         ("opentelemetry.instrumentation.logging.handler", {"log_code_attributes": True}),  # as the SDK's does
-        ("opentelemetry.sdk._logs", {}),
+        (LOGS_SDK, {}),
     ):
         try:
             found = import_module(module).LoggingHandler
@@ -681,7 +687,7 @@ _SIGNALS = {
             *(_meter_provider, _meter),
         ),
         _Signal(
-            *(LOGS, "logger", "opentelemetry._logs", "opentelemetry.sdk._logs", "log record processor"),
+            *(LOGS, "logger", LOGS_API, LOGS_SDK, "log record processor"),
             *(_logger_provider, _log_handler),
         ),
     )
@@ -701,7 +707,7 @@ def _direct(tracer: Any, is_closed: Callable[[], bool], ended: losses.Tally) -> 
             pass
 
         return SimpleNamespace(possible=False, look=never, start=never, finish=never, hand_on=never)
-    return Direct(tracer, _Watch, is_closed, ended)
+    return Direct(tracer, _WatchingProcessor, is_closed, ended)
 
 
 def _ask(provider: Any, what: str) -> None:

@@ -8,9 +8,8 @@ import sys
 from typing import Any
 
 from megatron_autoinstrument.common.finite import is_finite
+from megatron_autoinstrument.megatron import state
 from megatron_autoinstrument.process.ranks import Rank
-from megatron_autoinstrument.settings import environment_variables as names
-from megatron_autoinstrument.targets import global_vars
 
 # Attribute: Megatron's argument.
 _ARGUMENTS = {
@@ -37,7 +36,7 @@ _PARALLEL_SIZES = {
 # Attribute: the variables that tell it, in the order in which they are believed. Where well-kept detector packages are
 # installed, OTEL_EXPERIMENTAL_RESOURCE_DETECTORS brings what they find; none is kept for SLURM or for pods' variables.
 _VARIABLES = {
-    "nemo.user.id": (names.NEMO_LENS_USER_ID,),
+    "nemo.user.id": ("NEMO_LENS_USER_ID",),
     "slurm.job.id": ("SLURM_JOB_ID",),
     "slurm.job.name": ("SLURM_JOB_NAME",),
     "slurm.nodelist": ("SLURM_NODELIST",),
@@ -73,15 +72,15 @@ def attributes(place: Rank, run_id: str) -> dict[str, str | int | float | bool]:
         "dl.rank": place.rank,
         "dl.world_size": place.world_size,
         # Megatron's is 0 also where nobody tells it.
-        "dl.local_rank": global_vars.arg("local_rank") or place.local_rank,
+        "dl.local_rank": state.arg("local_rank") or place.local_rank,
         "host.name": socket.gethostname(),
         "process.pid": os.getpid(),
         "host.gpu.count": _gpu_count(),
         "megatron.precision": _precision(),
-        **{attribute: global_vars.arg(argument) for attribute, argument in _ARGUMENTS.items()},
+        **{attribute: state.arg(argument) for attribute, argument in _ARGUMENTS.items()},
         **{attribute: _first_set(*variables) for attribute, variables in _VARIABLES.items()},
     }
-    if global_vars.args() is None:
+    if state.args() is None:
         found.update(_parallel_sizes())
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         for attribute, variables in _IN_A_POD.items():
@@ -95,10 +94,10 @@ def _first_set(*variables: str) -> str | None:
 
 def _parallel_sizes() -> dict[str, int]:
     """For a training loop of one's own on Megatron core."""
-    state = global_vars.parallel_state()
-    if state is None:
+    groups = state.parallel_state()
+    if groups is None:
         return {}
-    return {attribute: getattr(state, function)() for attribute, function in _PARALLEL_SIZES.items()}
+    return {attribute: getattr(groups, function)() for attribute, function in _PARALLEL_SIZES.items()}
 
 
 def _gpu_count() -> int | None:
@@ -107,6 +106,6 @@ def _gpu_count() -> int | None:
 
 
 def _precision() -> str | None:
-    if global_vars.args() is None:
+    if state.args() is None:
         return None
-    return "bf16" if global_vars.arg("bf16") else "fp16" if global_vars.arg("fp16") else "fp32"
+    return "bf16" if state.arg("bf16") else "fp16" if state.arg("fp16") else "fp32"

@@ -1,0 +1,1 @@
+"""Megatron as this package finds it: seams and how they are patched, and what its own modules know."""

@@ -33,7 +33,7 @@ reraise_internal_errors = False
 """Set by this package's own tests, so that no fault of ours hides behind the guard."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)  # the fields of a named tuple take many times longer to read
 class Hook:
     """What a wrapper runs around the original.
 
@@ -41,10 +41,8 @@ class Hook:
     that token and what the original returned or raised.
     """
 
-    __slots__ = ("begin", "end")  # a named tuple's fields take many times longer to read
-
     begin: Callable[[Arguments, Mapping[str, Any]], Any]
-    end: Callable[[Any, Any, BaseException | None], None]
+    end: Callable[[Any, Any, BaseException | None], None] = lambda token, result, error: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,25 +53,26 @@ class Seam:
         module: The module whose import makes the function available.
         path: Where it is in that module, such as "train_step" or "P2PCommunicator.recv_forward".
         groups: The span groups that need it. It is left alone unless one of them is on.
-        hook: Makes the hook for an original function; told the groups that are on.
+        hook: Makes the hook for an original function; given what `install` was told to give, a `Recorder`.
         home: The module that defines the function, where that is another one.
         unless: Another path in the module, or in the module before a colon. Where it exists, it takes this function's
             place, which is left alone.
         optional: Whether it is no news that a version of Megatron lacks it.
         looks: Which of its calls have all seams looked at before they run: what was replaced by then is wrapped anew.
             "first" is the first call of any such seam since `install` or since an "always".
-        lost: Called where this function's calls are not seen: others depend on having seen them all.
+        lost: Called where this function's calls are not seen, with what the hook is given: others depend on having
+            seen them all.
     """
 
     module: str
     path: str
     groups: Set[str]
-    hook: Callable[[Function, frozenset[str]], Hook]
+    hook: Callable[[Function, Any], Hook]
     home: str | None = None
     unless: str | None = None
     optional: bool = False
     looks: Literal["never", "first", "always"] = "never"
-    lost: Callable[[], None] | None = None
+    lost: Callable[[Any], None] | None = None
 
 
 _wrappers: weakref.WeakSet[Function] = weakref.WeakSet()
@@ -84,7 +83,7 @@ class _Patch:
     """One wrapper, made once for a seam and an original and kept for the life of the process: references to it
     outlive uninstall, pass through meanwhile, and come alive again on the next install."""
 
-    __slots__ = ("failed", "hook", "original", "plain", "seam", "wrapper")
+    __slots__ = ("failed", "given", "hook", "original", "plain", "seam", "wrapper")
 
     def __init__(self, seam: Seam, original: Function, bind: bool = False) -> None:
         self.seam = seam
@@ -92,6 +91,7 @@ class _Patch:
         self.plain: Hook | None = None  # the seam's own
         self.hook: Hook | None = None  # what runs: that, and perhaps more around it
         self.failed = False
+        self.given: Any = None
         self.wrapper = _wrap(self, original, _binding(original) if bind else original)
         _wrappers.add(self.wrapper)
 
@@ -112,7 +112,7 @@ class _Patch:
             exc_info=True,
         )
         if self.seam.lost is not None:
-            self.seam.lost()
+            self.seam.lost(self.given)
 
 
 def _binding(method: Any) -> Function:
@@ -246,12 +246,12 @@ def _is_importing(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-class Ledger:
+class Patcher:
     """Everything of Megatron that is replaced now. One thread at a time installs, looks and uninstalls; beside it
     another may import."""
 
     def __init__(
-        self, in_turn: Callable[[Callable[[], None]], None] = lambda look: look(), beside: Ledger | None = None
+        self, in_turn: Callable[[Callable[[], None]], None] = lambda look: look(), beside: Patcher | None = None
     ) -> None:
         """
         Args:
@@ -265,24 +265,26 @@ class Ledger:
         self._replacements: list[_Replacement] = []
         self.groups: frozenset[str] = frozenset()
         """Those whose seams are wrapped now."""
+        self._given: Any = None
         self._wanted: dict[str, list[Seam]] = {}
         self._watched: set[str] = set()  # wrapt's hooks can't be taken back, so each is set once
         self._named: set[Seam] = set()  # those of which it was said that they can't be recorded
         self._running: dict[Seam, set[int]] = {}  # of those with several wrappers: the threads in one of them
         self._first_is_due = False
 
-    def install(self, seams: Iterable[Seam], groups: frozenset[str], rebind: bool = True) -> None:
+    def install(self, seams: Iterable[Seam], groups: frozenset[str], given: Any = None, rebind: bool = True) -> None:
         """Wraps the seams of `groups`: now where their module is loaded, else when it is imported.
 
         Args:
             seams: The seams.
             groups: The groups.
+            given: What the hooks are given: what they record with.
             rebind: Whether to look for names that are bound to what was replaced.
 
         Raises:
             Exception: something went wrong that is no missing seam; nothing stays replaced then.
         """
-        self.groups = groups
+        self.groups, self._given = groups, given
         self._first_is_due = True
         for seam in seams:
             if not groups.isdisjoint(seam.groups):
@@ -385,7 +387,7 @@ class Ledger:
             self._named.add(seam)
             _logger.log(level, message, seam.module, seam.path, exc_info=exc_info)
         if seam.lost is not None:
-            seam.lost()
+            seam.lost(self._given)
 
     def _replace(self, seam: Seam, holder: Any, name: str, original: Any) -> None:
         kind = type(original) if isinstance(original, (staticmethod, classmethod)) else None
@@ -423,7 +425,8 @@ class Ledger:
         seam, known = patch.seam, self._of(patch.seam)
         try:
             name = seam.path.rpartition(".")[2]
-            patch.plain = seam.hook(_readable(patch.original, name, [other.original for other in known]), self.groups)
+            patch.plain = seam.hook(_readable(patch.original, name, [other.original for other in known]), self._given)
+            patch.given = self._given
         except Exception:
             # A fork's function that we can't read costs its own spans, and no others.
             if reraise_internal_errors:

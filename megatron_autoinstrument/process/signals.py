@@ -77,18 +77,18 @@ class Termination:
         self._wakeup: socket.socket | None = None
         self._others = -1  # the file that the system's handler wrote to before
 
-    def install(self, leave: Leave, hand_on: Callable[[], object]) -> None:
+    def install(self, leave: Leave, flush: Callable[[], object]) -> None:
         """Puts our handler in the place of the default action, and above the handlers of Python code. A signal that is
         ignored stays so, and so does one that C code handles. For the main thread alone.
 
         Args:
             leave: Has everything exported, what is open included, within a bound. It gets the signal's name, and a
                 function: once that says so, it gives up.
-            hand_on: Has exported what is closed, without waiting for it.
+            flush: Has exported what is closed, without waiting for it.
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        self._leave, self._hand_on = leave, hand_on
+        self._leave, self._flush_soon = leave, flush
         self._active = True
         for number in ENDING:
             if number not in self._before:
@@ -167,7 +167,7 @@ class Termination:
     def _flush(self) -> None:
         if monotonic() - self._flushed > _FLUSH_INTERVAL_S:
             self._flushed = monotonic()
-            self._hand_on()
+            self._flush_soon()
 
     def _end(self, number: int) -> None:
         if (before := self._before.get(number)) is not None:
@@ -255,10 +255,10 @@ os.register_at_fork(before=_fork.before, after_in_parent=_fork.after, after_in_c
 atexit.register(TERMINATION.uninstall)  # before the recorder registers its own exit, so that this runs after it
 
 
-def install(leave: Leave, hand_on: Callable[[], object]) -> None:
+def install(leave: Leave, flush: Callable[[], object]) -> None:
     """See `Termination.install`; without it, recording goes on."""
     try:
-        TERMINATION.install(leave, hand_on)
+        TERMINATION.install(leave, flush)
     except Exception:
         with contextlib.suppress(Exception):  # a handler without its thread would keep a rank that hangs alive
             TERMINATION.uninstall()

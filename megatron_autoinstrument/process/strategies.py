@@ -65,10 +65,6 @@ def register_rank_strategy(name: str, strategy: Callable[[Rank, Settings], bool]
     RANK_STRATEGIES.register(name, strategy)
 
 
-recording: Callable[[int], bool] = bool
-"""Whether another rank of this run records, as far as its settings are this rank's; the instrumentor sets it."""
-
-
 def records(rank: int, settings: Settings) -> bool:
     """Whether the rank of that number is known to record and export under `settings`'s rank strategy, were its settings
     this process's. Where its number on its node can't be known, it doesn't count for a strategy that asks for that."""

@@ -1,1 +1,1 @@
-"""What the training thread does when a call begins and ends."""
+"""What the training thread does when a call begins and ends: records, nesting, the run, the journal."""

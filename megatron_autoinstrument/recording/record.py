@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from time import monotonic_ns, time_ns
 from typing import Any
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanContext, TraceFlags
 
 from megatron_autoinstrument.recording.traces import Identity, span_id
@@ -19,8 +20,25 @@ class Record:
     span, and is turned into bytes when the exporter asks for them."""
 
     __slots__ = (
-        *("attributes", "begun", "ended", "error", "handed_by", "identity", "kind", "link", "name", "offset", "owned"),
-        *("parent", "root", "slot", "span", "span_id", "token", "trace"),
+        "attributes",
+        "begun",
+        "current_in",
+        "ended",
+        "error",
+        "handed_by",
+        "identity",
+        "kind",
+        "link",
+        "name",
+        "offset",
+        "owned",
+        "parent",
+        "root",
+        "slot",
+        "span",
+        "span_id",
+        "token",
+        "trace",
     )
 
     context = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
@@ -49,7 +67,8 @@ class Record:
     error: dict[str, str] | None
     span: Span | None
     token: Any
-    """Of the context that it is current in, with that."""
+    current_in: Context | None
+    """The context that its span is current in, and that context's token."""
     handed_by: Any
     """The `Direct` that handed it on without a span."""
     slot: int
@@ -102,7 +121,7 @@ def open_record(
     record.parent = parent
     record.attributes = attributes
     record.owned = owned
-    record.identity = record.link = record.root = record.span = record.token = record.error = None
+    record.identity = record.link = record.root = record.span = record.token = record.current_in = record.error = None
     record.handed_by = record.ended = None
     record.slot = 0
     record.begun = begun = monotonic_ns()

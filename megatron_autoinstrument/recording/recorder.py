@@ -1,7 +1,7 @@
 """The hot path: what one call of Megatron becomes on its way to a span.
 
 A call costs two clock reads and a record. Records of coarse calls are live OpenTelemetry spans, current while they
-run; those of frequent calls become spans later, in a thread of ours, with the times that were read.
+run; those of frequent calls become spans later, in this package's thread, with the times that were read.
 
 The clock is the monotonic one. What it lacks to the wall clock is found out once for each step, or other record that
 nothing but the run encloses, and holds for all that is inside: a step of the wall clock moves spans, and bends none.
@@ -11,28 +11,24 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from threading import get_ident
-from time import monotonic, monotonic_ns, sleep
-from typing import TYPE_CHECKING, Any, NamedTuple
+from time import monotonic_ns
+from typing import Any
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode
 
 from megatron_autoinstrument.common import redact
-from megatron_autoinstrument.common.finite import finite
-from megatron_autoinstrument.common.private_random import GENERATOR, random_span_id
+from megatron_autoinstrument.common.private_random import random_bits, random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.common.semconv import FINALIZED, SPAN_GROUPS
 from megatron_autoinstrument.megatron import patching
-from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, argument
+from megatron_autoinstrument.recording import outbox
+from megatron_autoinstrument.recording.connection import Connection
 from megatron_autoinstrument.recording.journal import (
     FIRST_END,
     MASK,
@@ -41,90 +37,54 @@ from megatron_autoinstrument.recording.journal import (
     SLOT_BYTES,
     SLOT_WORDS,
     SURE,
-    Journal,
     pack_plain_into,
 )
 from megatron_autoinstrument.recording.journal import create as create_journal
-from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, linked, open_record
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT, Record, open_record
+from megatron_autoinstrument.recording.run import Run
+from megatron_autoinstrument.recording.spans import Spans, mark
 from megatron_autoinstrument.recording.traces import Identity, Traces, span_id
-
-if TYPE_CHECKING:
-    from megatron_autoinstrument.export.providers import Connection
+from megatron_autoinstrument.recording.workers import Worker
 
 _logger = get_logger(__name__)
 
-Attributes = Mapping[str, Any]
-Reader = Callable[[Arguments, Mapping[str, Any]], Any]
-
-RUN_GROUPS = {"job", "model_init", "load_checkpoint", "checkpoint", "evaluate"}
-"""What belongs to no step."""
 _RUN = frozenset(name for name, group in SPAN_GROUPS.items() if group == "job")
 _SCOPES = ("megatron.train_step", "megatron.evaluate")
 
-THREAD = "megatron-autoinstrument"
-"""The name of this package's threads."""
 
-MAX_WAITING = 65_536  # records that wait for the thread; more are counted and dropped
-_DRAIN_INTERVAL_S = 0.5
-_OTHERS_S = 1.5  # of the time at exit, for metrics and logs where spans take all the rest
-_FOR_A_FLUSH_S = 5.0  # how long somebody's flush or shutdown waits for what our thread is handing on
-_FOR_OTHERS_S = 1.0  # and how long the last one waits for a thread that may never go on
-_FLUSH_EVERY = 512  # spans handed on between flushes, so that no batch processor's queue (2048) overflows
+def _random_base() -> int:
+    """What span ids are made of, with the call's number in the journal: to draw each takes several times longer. Two
+    processes share an id no likelier than if they did. Its highest bit keeps ids from being 0."""
+    return random_bits(63) | 1 << 63
 
 
-class _Place(NamedTuple):
-    """Where a span belongs."""
-
-    parent: SpanContext | None
-    trace: int | None = None  # the one that it is a root of; None: any
-    opens_step: bool = False  # as an outermost span of a step, whatever is current
-    around: SpanContext | None = None  # what is around that step: a link
-
-
-class Recorder:
-    """What is running now, and what waits to become spans. State is explicit and global: autograd's threads have an
-    empty OpenTelemetry context, and what runs there belongs under what the training thread is doing."""
+class Recorder(Spans):
+    """What is running now. State is explicit and one for all threads: autograd's have an empty OpenTelemetry context,
+    and what runs there belongs under what the training thread is doing."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.current: Record | None = None
-        self.dropped = 0  # spans that never reached OpenTelemetry
-        self._counted = 0  # lost spans that are in the metric already
-        self._reported = 0  # and those that have been told of
-        self._not_exported = 0  # of connections that were let go
-        self._connect: Callable[[], Connection] | None = None
-        self._connection: Connection | None = None
-        self._ready = False
         self.muted = 0
         """How many reasons there are why calls are of no interest for now."""
-        self._muted_by: Record | None = None  # a step that the sampler drops
+        self.groups: frozenset[str] = frozenset()
+        """The span groups, and what else is recorded, that are on."""
+        self.all_counted = True
+        """Whether every call that a `Pass` counts is seen, as far as this rank can know."""
+        self.when_arguments_known: Callable[[Any], None] = lambda args: None
+        """Called with Megatron's arguments when they are parsed, and when its parallel groups are made."""
+        self._ready = False
+        self._connect: Callable[[], Connection] | None = None
         self._confirm: Callable[[], None] = lambda: None
         self._plan: Callable[[Connection, int], Traces | None] = lambda connection, run: None
-        self.run_number = 0
-        """Of this run in the process."""
-        self.traces: Traces | None = None
-        """Of this run, once connected; None where ids can't be worked out."""
-        self.journal: Journal | None = None
-        """What the process leaves behind, however it ends; None before it is connected."""
         self._deferred: Record | None = None
         self._held: Record | None = None
-        self._holds = True  # whether somebody will release it
+        self._muted_by: Record | None = None  # a step that the sampler drops
         self._training_thread = 0
         self._elsewhere: dict[int, Record] = {}  # what is running on other threads, by the thread
-        self._waiting: deque[Record] = deque()
-        self._unfinished: list[Record] = []  # those of them that were running when their turn came
         self._background: list[Record] = []
-        self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
-        self._thread: _Thread | None = None
-        self._other_thread: _Thread | None = None  # for metrics and logs, when spans keep the first one busy
-        self._last: dict[str, _Request] = {}  # of the process: its exit and a signal share them
-        self._cut_off_by: str | None = None  # the signal
-        self._told_of_signal = False
-        self._told_of_loss = False
-        self._stopped = False  # the export of spans, before the metrics left with the number of those lost
-        self._handed = 0  # spans handed to OpenTelemetry so far
-        self._draining = threading.Lock()
-        self._draining_thread = 0
         self._id_base = _random_base()
+        self._reported_error = (0, 0)  # an error's id, and the start of the record it was raised in
 
     # ------------------------------------------------------------------------------------------ the hot path
 
@@ -145,45 +105,72 @@ class Recorder:
             identity: What the span's id is to be worked out from, where other ranks name it.
             root: The trace that it, and what is inside it, belongs to; else that of what encloses it.
         """
+        if kind is FREQUENT and root is None:
+            return self.begin_frequent(name, attributes, identity)
         if not self._ready and not self._get_ready():
             return None
         parent = self.current
         if parent is None:
             self._training_thread = get_ident()
-            record = open_record(name, kind, None, attributes)
+        elif parent.name == name:
+            return None
+        elif (thread := get_ident()) != self._training_thread:
+            return self._begin_elsewhere(thread, name, kind, attributes)
+        record = open_record(name, kind, parent, attributes)
+        if identity is not None:
             record.identity = identity
-            self._begin_coarse(record, root)
-            return record
+            record.root = root
+        if parent is not None and parent.name in _RUN:
+            record.anchor()
+        if kind is LIVE:
+            self._open(record)
+        elif root is not None:
+            # What is inside belongs to another trace than what is around, and has no parent.
+            record.trace, record.span_id = None, 0
+        self.current = record
+        if root is not None and not self._is_sampled(record, root):
+            self.mute(True)
+            self._muted_by = record  # last: who instruments anew between the two resets both
+        return record
+
+    def begin_frequent(
+        self, name: str, attributes: dict[str, Any] | None = None, identity: Identity | None = None
+    ) -> Record | None:
+        """`begin` for a FREQUENT record: most calls come here, so that it calls nothing that it can do itself."""
+        if not self._ready and not self._get_ready():
+            return None
+        parent = self.current
+        if parent is None:
+            self._training_thread = get_ident()
+            return self._begin_outermost(name, attributes, identity)
         if parent.name == name:
             return None
         if (thread := get_ident()) != self._training_thread:
-            return self._begin_elsewhere(thread, name, kind, attributes)
-        # `open_record`, without what a call costs.
+            return self._begin_elsewhere(thread, name, FREQUENT, attributes)
         record = Record()
         record.name = name
-        record.kind = kind
+        record.kind = FREQUENT
         record.parent = parent
         record.attributes = attributes
-        record.owned = True
         record.identity = identity
-        record.link = record.root = record.span = record.token = record.error = record.handed_by = record.ended = None
-        record.slot = 0
+        record.owned = True
+        record.link = record.root = record.span = record.token = record.current_in = record.error = None
+        record.handed_by = record.ended = None
         record.begun = begun = monotonic_ns()
         record.offset = offset = parent.offset
         record.trace = trace = parent.trace
-        record.span_id = parent_id = parent.span_id
-        journal = self.journal
-        if kind is not FREQUENT or journal is None or len(self._waiting) >= MAX_WAITING:
-            self._begin_coarse(record, root)
+        parent_id, journal = parent.span_id, self.journal
+        if journal is None or len(self._waiting) >= outbox.MAX_WAITING:
+            record.slot = 0
+            record.span_id = parent_id
+            self.current = self._enqueue(record)
             return record
-        # `_keep` and `_identify`, likewise.
         record.slot = journal.latest = number = next(journal.numbers)
         if trace is None:
             record.span_id = own_id = 0
         else:
             record.span_id = own_id = self._id_base ^ number if identity is None else span_id(identity)
-        at = RING_AT + (number & MASK) * SLOT_BYTES
-        plain = journal.plain
+        at, plain = RING_AT + (number & MASK) * SLOT_BYTES, journal.plain
         if attributes or name not in plain:
             journal.write(at, number, record, parent_id)
         else:
@@ -194,35 +181,26 @@ class Recorder:
         self.current = record
         return record
 
-    def _begin_coarse(self, record: Record, root: int | None) -> None:
-        """Does what is to be done for any record that opens, in whatever state all is."""
-        parent, kind = record.parent, record.kind
-        record.root = root
-        if kind is not FREQUENT and parent is not None and parent.name in _RUN:
-            record.anchor()
-        if kind is LIVE:
-            self._open(record)
-        elif kind is FREQUENT:
-            self._keep(record)
-        elif root is not None:
-            # What is inside belongs to another trace than what is around, and has no parent.
-            record.trace, record.span_id = None, 0
-        self.current = record
-        if root is not None and not self._keeps(record, root):
-            self.mute(True)
-            self._muted_by = record  # last: who instruments anew between the two resets both
+    def _begin_outermost(self, name: str, attributes: dict[str, Any] | None, identity: Identity | None) -> Record:
+        record = open_record(name, FREQUENT, None, attributes)
+        record.identity = identity
+        self.current = self._enqueue(record)
+        return record
 
-    def begin_together(self, names: Sequence[str], attributes: dict[str, Any]) -> list[Record] | None:
+    def begin_together(
+        self, names: Sequence[str], attributes: dict[str, Any], identities: Sequence[Identity | None] = ()
+    ) -> list[Record] | None:
         """Opens one frequent record for each thing that a call does at once: same parent, same times, the first of
         them running. Close them with `end_together`."""
-        first = self.begin(names[0], FREQUENT, attributes or None)
+        first = self.begin_frequent(names[0], attributes or None, identities[0] if identities else None)
         if first is None:
             return None
         records = [first]
-        for name in names[1:]:
+        for index, name in enumerate(names[1:], 1):
             other = open_record(name, FREQUENT, first.parent, attributes, owned=False)
+            other.identity = identities[index] if identities else None
             other.begun, other.offset = first.begun, first.offset
-            records.append(self._keep(other))
+            records.append(self._enqueue(other))
         return records
 
     def end(
@@ -238,13 +216,39 @@ class Recorder:
             record: The record.
             error: What its call raised.
             attributes: What is known only now.
-            hold: Whether to keep its span, with this end, for what is known only later; see `release`.
+            hold: Whether to keep its span, with this end, for what is known only later; see `end_held`.
         """
         ended = monotonic_ns()
         if record.owned:
             self.current = record.parent
         else:
             self._end_elsewhere(record)
+        if error is None and not attributes and record.kind is FREQUENT:
+            if (slot := record.slot) and (journal := self.journal) is not None and journal.latest - slot < SURE:
+                journal.words[FIRST_END + (slot & MASK) * SLOT_WORDS] = ended  # as `Journal.end` does
+        else:
+            self._end_with_more(record, ended, error, attributes, hold)
+        record.ended = ended  # last: from here on the thread may take it
+
+    def end_call(self, record: Record, result: Any, error: BaseException | None) -> None:
+        """`end`, as the end of a hook: of a call whose result says nothing."""
+        if error is not None or record.kind is not FREQUENT or not record.owned:
+            self.end(record, error)
+            return
+        ended = monotonic_ns()
+        self.current = record.parent
+        if (slot := record.slot) and (journal := self.journal) is not None and journal.latest - slot < SURE:
+            journal.words[FIRST_END + (slot & MASK) * SLOT_WORDS] = ended  # as `Journal.end` does
+        record.ended = ended  # last: from here on the thread may take it
+
+    def _end_with_more(
+        self,
+        record: Record,
+        ended: int,
+        error: BaseException | None,
+        attributes: dict[str, Any] | None,
+        hold: bool,
+    ) -> None:
         if attributes:
             record.attributes = {**record.attributes, **attributes} if record.attributes else attributes
         if error is not None:
@@ -252,17 +256,15 @@ class Recorder:
         if record is self._muted_by:
             self._muted_by = None
             self.mute(False)
-        slot, journal = record.slot, self.journal
-        if slot and journal is not None:
+        if record.slot and (journal := self.journal) is not None:
             if error is not None:
-                journal.fail(slot)
-            if slot < 0:
-                journal.end_kept(slot, ended)
-            elif journal.latest - slot < SURE:  # as Journal.end, without what a call costs
-                journal.words[FIRST_END + (slot & MASK) * SLOT_WORDS] = ended
+                journal.fail(record.slot)
+            if record.slot > 0:
+                journal.end(record.slot, ended)
+            else:
+                journal.end_kept(record.slot, ended)
         if record.kind is LIVE:
             self._close(record, ended, hold and self._holds)
-        record.ended = ended  # last: from here on the thread may take it
 
     def link(self, record: Record, to: Identity) -> None:
         """Says what a record is linked to."""
@@ -291,7 +293,7 @@ class Recorder:
             return None
         kind = SILENT if kind is SILENT else FREQUENT
         record = self._elsewhere[thread] = open_record(name, kind, parent, attributes, owned=False)
-        return record if kind is SILENT else self._keep(record)
+        return record if kind is SILENT else self._enqueue(record)
 
     def _end_elsewhere(self, record: Record) -> None:
         if record.parent is None or record.parent.owned:
@@ -299,19 +301,13 @@ class Recorder:
         else:
             self._elsewhere[get_ident()] = record.parent
 
-    def _keep(self, record: Record) -> Record:
-        if len(self._waiting) < MAX_WAITING:
+    def _enqueue(self, record: Record) -> Record:
+        if len(self._waiting) < outbox.MAX_WAITING:
             self._identify(record)
             self._waiting.append(record)
         else:
             self._drop(record)
         return record
-
-    def _drop(self, record: Record) -> None:
-        """Counts a record that gives no span: what is inside belongs to what is around."""
-        self.dropped += 1
-        record.kind = SILENT
-        record.span_id = record.parent.span_id if record.parent is not None else 0
 
     def _identify(self, record: Record) -> None:
         """Gives a record that opens its ids and its place in the journal."""
@@ -336,12 +332,11 @@ class Recorder:
             run: The number of this run in the job, if a restart in the process has one; else they are counted. What
                 an earlier number has left open ends here: it was aborted at any point.
         """
-        if run is not None and run != self.run_number:
+        if run is not None and run != self.run.number:
             self._close_aborted_run()
         if self.current is not None:
             return None
-        self.run_number = self.run_number + 1 if run is None else run
-        self.traces = None
+        self.run = Run(self.run.number + 1 if run is None else run)
         self._training_thread = get_ident()
         self.current = open_record(name, kind, None, None)
         self._deferred = self.current if kind is LIVE else None
@@ -362,30 +357,37 @@ class Recorder:
         self._muted_by = None
         context_api.attach(context_api.Context())  # the context that is current may be that of a span which has ended
 
-    def choose(self, groups: frozenset[str]) -> None:
-        """The span groups that are on, known perhaps only since the deferred record began: a flag may leave it out."""
+    def set_groups(self, groups: frozenset[str]) -> None:
+        """The groups that are on from here on, known perhaps only since the deferred record began: a flag may leave it
+        out."""
+        self.groups = groups
+        self.run.passing = None  # in the middle of a pass nobody has counted its calls
+        self.all_counted = True
         if self._deferred is not None and SPAN_GROUPS[self._deferred.name] not in groups:
             self._deferred.kind = SILENT
             self._deferred = None
 
-    def settle(self, begins: bool = False) -> None:
+    def connect(self, begins: bool = False) -> None:
         """The run's identity is known: connects, and opens the deferred record.
 
         Args:
             begins: Whether a run begins here, unless one is going on: in a loop of one's own.
         """
-        if begins and self.current is None:
-            self.traces = None
+        begins = begins and self.current is None
+        if begins:
+            self.run.traces = None
             self._ready = False
         if not self._ready:
             self._get_ready()
+        if begins and self.run.traces is None:  # else it is known whether that run goes on
+            self.run = Run(self.run.number)
 
     def is_in_the_runs_trace(self) -> bool:
         """Whether what begins now and opens no step belongs to the trace that every rank works out alike: not where
         the application has a trace of its own around the run."""
         context = self.current.nearest_context if self.current is not None else None
         context = context or trace.get_current_span().get_span_context()
-        traces = self.traces  # another thread may instrument anew
+        traces = self.run.traces  # another thread may instrument anew
         return traces is not None and (not context.is_valid or context.trace_id == traces.run)
 
     def scope(self) -> Identity | None:
@@ -400,7 +402,7 @@ class Recorder:
         self.muted = max(0, self.muted + (1 if muted else -1))
         self._ready = False
 
-    def _keeps(self, record: Record, root: int) -> bool:
+    def _is_sampled(self, record: Record, root: int) -> bool:
         """Whether the sampler keeps the trace that `record` is the outermost of. It is asked once for all that is
         inside: a step is kept whole, or costs next to nothing."""
         assert self._connection is not None
@@ -427,7 +429,7 @@ class Recorder:
         self._confirm = confirm
         self._plan = plan
         self._holds = True
-        self.traces = None
+        self.run.traces = None
         self.muted = 0
         self._muted_by = None  # its end comes yet, if it is running
         self._ready = False
@@ -477,158 +479,53 @@ class Recorder:
             if self.journal is None:
                 with suppress(Exception):  # to record without one is better than not to
                     self.journal = create_journal()
-        if self.traces is None and self._connection is not None:
-            self.traces = self._plan(self._connection, self.run_number)
+        if self.run.traces is None and self._connection is not None:
+            self._follow(self._plan(self._connection, self.run.number))
         if self._thread is None:
             # Now, not at exit: Python 3.12 starts no thread there.
-            self._thread = _Thread("spans", self._hand_on)
+            self._thread = Worker("spans", self._drain_and_count)
             atexit.register(self.exit)
         if self._other_thread is None and self._connection is not None and self._connection.others:
-            self._other_thread = _Thread(self._connection.others)
+            self._other_thread = Worker(self._connection.others)
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._open(deferred)
         return True
 
-    def _open(self, record: Record) -> None:
-        """Starts the span of a live record, and makes it current."""
-        connection, parent, root = self._connection, record.parent, record.root
-        assert connection is not None
-        while parent is not None and parent.kind is SILENT and parent.root is None:
-            parent = parent.parent
-        within, parent_id = context_api.get_current(), record.span_id
-        span: trace.Span | None = None
-        # The usual ones: that opens a step, or is inside a span of ours that nobody has put another in front of.
-        if root is not None or (
-            parent is not None and parent.token is not None and parent.token[1] is within and record.trace is not None
-        ):
-            start = record.begun + record.offset
-            own_id = random_span_id() if record.identity is None else span_id(record.identity)
-            links: tuple[Link, ...] = ()
-            if root is not None and record.parent is not None:
-                around, parent = record.parent.nearest_context, None
-                links = () if around is None else (Link(around, {}),)
-            inside = None if parent is None else parent.span
-            span = connection.direct.start(inside, root, record.name, start, record.attributes, links, own_id)
-        if span is not None:
-            record.span_id = own_id
-            if root is not None:
-                record.trace = root.to_bytes(16, "big")
-        else:
-            span = self._start_live(record)
-            if span is None:
-                return
-            made = span.get_span_context()
-            record.span_id = made.span_id
-            known = made.trace_flags.sampled and not made.trace_state
-            record.trace = made.trace_id.to_bytes(16, "big") if known else None
-        record.span = span
-        if (journal := self.journal) is not None:
-            record.slot = journal.keep(record, parent_id)
-        if not connection.chooses_ids:
-            record.trace = None
-        if _CURRENT is None:
-            context = trace.set_span_in_context(span, within)
-        else:
-            values = within.copy()
-            values[_CURRENT] = span
-            context = context_api.Context(values)
-        record.token = (context_api.attach(context), context)
+    def _follow(self, traces: Traces | None) -> None:
+        """Gives the run its traces. Where they are those of another one, it has begun unseen, while nothing was
+        patched."""
+        if traces is not None:
+            if self.run.key not in (None, traces.key):
+                self.run = Run(self.run.number)
+            self.run.key = traces.key
+        self.run.traces = traces
 
-    def _start_live(self, record: Record) -> trace.Span | None:
-        """Starts its span wherever it belongs. None where that fails."""
-        assert self._connection is not None
-        place = self._place(record)
-        described = _described(record, place)
-        context: context_api.Context | None = None
-        span: trace.Span | None = None
-        current = trace.get_current_span().get_span_context()
-        if current is place.parent:
-            span = self._connection.direct.start(current, None, *described)
-        elif place.opens_step:
-            context = trace.set_span_in_context(trace.INVALID_SPAN)
-        elif not current.is_valid:
-            context = _context_of(place.parent)
-        if span is None:
-            try:
-                span = self._connection.start_span(context, place.trace, *described)
-            except Exception as error:  # noqa: BLE001
-                record.kind = SILENT  # what is inside belongs to what is around
-                if record.root is not None:
-                    record.trace, record.span_id = None, 0
-                self._lose(error)
-        return span
-
-    def _place(self, record: Record) -> _Place:
-        at: Record | None = record
-        while at is not None:
-            if at.span is not None:
-                return _Place(at.span.get_span_context())
-            if at.handed_by is not None:
-                return _Place(at.nearest_context)
-            if at.root is not None:
-                return _Place(None, at.root, True, at.parent.nearest_context if at.parent is not None else None)
-            at = at.parent
-        traces = self.traces  # another thread may instrument anew
-        if traces is not None and (not traces.per_step or SPAN_GROUPS[record.name] in RUN_GROUPS):
-            return _Place(None, traces.run)
-        return _Place(None)
-
-    def release(self, attributes: dict[str, Any] | None = None) -> None:
+    def end_held(self, attributes: dict[str, Any] | None = None) -> None:
         """Ends the span that is held, if any, with the end that its call had."""
         held, self._held = self._held, None
         if held is not None and held.span is not None:
             held.attributes = {**(held.attributes or {}), **(attributes or {})}
             self._end(held, held.span)
 
-    def _end(self, record: Record, span: trace.Span) -> None:
-        """Ends the span of a live record: in our thread, where nobody has asked the span for anything."""
-        if (
-            self._connection is not None
-            and len(self._waiting) < MAX_WAITING
-            and record.ended is not None
-            and self._connection.direct.finish(span, record.ended + record.offset, record.attributes)
-        ):
-            self._waiting.append(record)
-            return
-        try:
-            if record.attributes:
-                span.set_attributes(finite(record.attributes))
-            span.end(record.end)
-        except Exception as error:  # noqa: BLE001
-            self._lose(error)
-        if self._connection is not None and self._connection.closed:
-            self.dropped += 1
-
-    def _lose(self, error: Exception) -> None:
-        """A sampler or a processor of the application's has failed, which costs one span and not its recording."""
-        self.dropped += 1
-        level = logging.DEBUG if self._told_of_loss else logging.WARNING
-        self._told_of_loss = True
-        _logger.log(
-            level,
-            "A span was lost, since a sampler or processor of spans raised %s. (Told once: training goes on, and spans "
-            "that are lost are counted and reported at the end.)",
-            type(error).__name__,
-        )
-
     def _close(self, record: Record, ended: int, hold: bool) -> None:
         if record is self._deferred:
             self._get_ready()
         span = record.span
         if record.token is not None:
-            context_api.detach(record.token[0])  # before a processor of somebody's may fail
+            context_api.detach(record.token)  # before a processor of somebody's may fail
+            record.current_in = None
         if self._held is not None and (hold or self._held.parent is record):
-            self.release()
+            self.end_held()
         if span is None:
             return
         if record.error is not None:
-            _mark(span, record, ended + record.offset)
+            mark(span, record, ended + record.offset)
         record.ended = ended  # before another thread may release or take it
         if hold:
             self._held = record
             if not self._holds:  # since a moment ago: whoever said so may have looked before it was there
-                self.release()
+                self.end_held()
         else:
             self._end(record, span)
 
@@ -663,25 +560,12 @@ class Recorder:
             self._background.remove(record)
             if record.slot and self.journal is not None:
                 self.journal.end(record.slot, record.ended)
-            if len(self._waiting) < MAX_WAITING:
+            if len(self._waiting) < outbox.MAX_WAITING:
                 self._waiting.append(record)
             else:
                 self._drop(record)
 
     # ------------------------------------------------------------------------------------------ towards OpenTelemetry
-
-    def _hand_on(self) -> None:
-        self.drain()
-        self._count_lost()
-
-    def _lost(self, final: bool) -> int:
-        """How many spans are lost, as far as it is known now. It takes no lock: a signal handler may call it."""
-        if self._connection is None:
-            return 0
-        lost = self.dropped + self._not_exported + self._connection.lost(final)
-        if final:
-            lost += len(self._waiting) + len(self._unfinished) + self._still_open()
-        return lost
 
     def _still_open(self) -> int:
         """The spans that the last flush was to end, as long as it hasn't."""
@@ -693,140 +577,6 @@ class Recorder:
             number += record.kind is LIVE and record.span is not None
             record = record.parent
         return number
-
-    def _certainly_lost(self) -> int:
-        """How many are lost whatever happens: where the last flush has not ended, what it was to export may arrive."""
-        last = self._last.get("spans")
-        return self._lost(final=self._stopped or (last is not None and last.done is True))
-
-    def _on_its_way(self) -> str:
-        """What is to be said of what an exporter has got, and has no answer for."""
-        sent = self._connection.sent if self._connection is not None else 0
-        return f", of which {sent} were on their way and may have arrived" if sent else ""
-
-    def _count_lost(self) -> None:
-        """Brings the metric of lost spans up to date."""
-        lost = self._certainly_lost()
-        if self._connection is not None and lost > self._counted:
-            self._connection.count_lost(lost - self._counted)
-            self._counted = lost
-
-    def _ask(self, final: bool, release: bool = False) -> _Request:
-        """Asks our thread for a flush; the last one closes what is open, and there is one of it."""
-        thread, connection = self._thread, self._connection
-        assert thread is not None
-        assert connection is not None
-
-        def flush_spans() -> None:
-            if final:
-                try:
-                    self.close_open_records(self._cut_off_by)
-                except Exception:
-                    _logger.warning("What was still running could not be recorded.", exc_info=True)
-            elif release:
-                self.release()
-            self.drain(final)
-            connection.flush_spans(final)
-
-        request = self._last.setdefault("spans", _Request(flush_spans)) if final else _Request(flush_spans)
-        request.deadline = request.deadline or monotonic() + connection.exit_timeout_s
-        return thread.ask(request)
-
-    def _ask_others(self, final: bool, deadline: float) -> _Request | None:
-        """Asks for a flush of metrics and logs, if there are any."""
-        thread, connection = self._other_thread, self._connection
-        if thread is None or connection is None:
-            return None
-
-        def flush_others() -> None:
-            last = self._last.get("spans")
-            if final and (last is None or last.done is None):
-                self._stopped = connection.stop_failing()
-            self._count_lost()  # before the metrics leave
-            connection.flush_others(final)
-
-        request = _Request(flush_others)
-        request = self._last.setdefault("others", request) if final else request
-        request.deadline = deadline
-        return thread.ask(request)
-
-    def drain(self, final: bool = False, seconds: float = -1, look: bool = True) -> bool:
-        """Hands the closed records on. Any thread may call it; the training thread has no need to.
-
-        Args:
-            final: Whether to give up those that are still open, and to go on beside another thread that does so
-                already and takes long: a signal may have interrupted that one.
-            seconds: How long to wait for such a thread otherwise; -1: until it is done.
-            look: Whether to see first what the application has done to its providers.
-
-        Returns:
-            Whether that is done, or goes on in this very thread.
-        """
-        if self._draining_thread == get_ident():
-            return True  # a flush in between
-        draining = self._draining  # a forked child gets another
-        its_turn = draining.acquire(timeout=_FOR_OTHERS_S if final else seconds)
-        if not its_turn and not final:
-            return False
-        self._draining_thread = get_ident()
-        try:
-            if look and self._connection is not None:
-                self._connection.look(final)
-            self._hand_over(self._over())
-            if final:
-                self.dropped += len(self._unfinished)
-                self._unfinished.clear()
-        finally:
-            self._draining_thread = 0
-            if its_turn:
-                draining.release()
-        return True
-
-    def _drain_for_others(self) -> bool:
-        """Somebody flushes the provider, or shuts it down. After the last flush of ours, nobody waits any more."""
-        something = bool(self._waiting or self._unfinished)
-        return self.drain(seconds=0 if "spans" in self._last else _FOR_A_FLUSH_S, look=something)
-
-    def _over(self) -> Iterator[Record]:
-        """Takes what is over from what waits, and puts aside what is still running."""
-        waiting, unfinished = self._waiting, self._unfinished
-        for record in list(unfinished):
-            if record.ended is not None or self._is_lost(record):
-                try:
-                    unfinished.remove(record)
-                except ValueError:  # the thread that the last drain doesn't wait for has taken it
-                    continue
-                yield record
-        while True:
-            try:
-                record = waiting.popleft()
-            except IndexError:
-                return
-            if record.ended is None and not self._is_lost(record) and len(unfinished) < MAX_WAITING:
-                unfinished.append(record)
-            else:
-                yield record
-
-    def _hand_over(self, over: Iterator[Record]) -> None:
-        """Makes spans of what is over, or counts what is lost."""
-        for record in over:
-            connection = self._connection
-            try:
-                if record.ended is None:
-                    self._drop(record)
-                elif connection is None or connection.closed:
-                    self.dropped += 1
-                elif record.error is not None or not connection.direct.hand_on(record):
-                    self._emit(record, record.ended + record.offset)
-            except Exception:
-                self._drop(record)  # by a processor or sampler of somebody's
-                _logger.debug("A span could not be handed on", exc_info=True)
-            self._handed = handed = self._handed + 1
-            if handed % _FLUSH_EVERY == 0 and connection is not None:
-                try:
-                    connection.flush_spans()
-                except Exception:
-                    _logger.debug("Spans could not be flushed", exc_info=True)
 
     def _is_lost(self, record: Record) -> bool:
         """Whether a fault of ours has left an open record behind: what encloses it has ended, and it runs on no other
@@ -841,38 +591,13 @@ class Recorder:
                 at = at.parent
         return True
 
-    def _emit(self, record: Record, end: int) -> None:
-        """By the tracer."""
-        span = record.span or self._start(record)
-        if record.attributes:
-            span.set_attributes(finite(record.attributes))
-        _mark(span, record, end)
-        span.end(end)
-
-    def _start(self, record: Record) -> trace.Span:
-        """Starts the span of a frequent record, in our thread."""
-        assert self._connection is not None
-        self._start_around(record)
-        place = self._place(record)
-        context = _context_of(place.parent)
-        record.span = self._connection.start_span(context, place.trace, *_described(record, place))
-        return record.span
-
-    def _start_around(self, record: Record) -> None:
-        """Starts the span of the frequent record around this one, which is still running: nobody waits for its end."""
-        around = record.parent
-        while around is not None and around.span is None and around.kind is not FREQUENT:
-            around = around.parent
-        if around is not None and around.span is None and around.handed_by is None:
-            self._start(around)
-
-    def close_open_records(self, cut_off_by: str | None = None) -> None:
+    def close_open_records(self, terminated_by: str | None = None) -> None:
         """Ends what is still running, from the inside out: the process is about to end.
 
         Args:
-            cut_off_by: The signal that ends it, if one does: what was running has not run to its end then.
+            terminated_by: The signal that ends it, if one does: what was running has not run to its end then.
         """
-        error = {"exception.type": cut_off_by} if cut_off_by else None
+        error = {"exception.type": terminated_by} if terminated_by else None
         for record in list(self._background):
             record.attributes = {**(record.attributes or {}), FINALIZED: False}
             self.end_background(record)
@@ -885,98 +610,9 @@ class Recorder:
             current.error = error
             current.token = None  # of another thread's context, which ends with it
             self.end(current)
-        self.release()
+        self.end_held()
 
-    def flush(self, final: bool = False, release: bool = False) -> bool:
-        """Has our thread hand on and export what is closed, and waits for that within the connection's bound. What
-        is lost is counted and reported.
-
-        Args:
-            final: Whether this is the last time: what is open is given up, and the provider shut down if it is ours.
-            release: Whether to end the span that is held: in our thread, since a signal handler that asks for it may
-                have interrupted a span processor.
-
-        Returns:
-            Whether all was exported in time.
-        """
-        thread, connection = self._thread, self._connection
-        if thread is None or connection is None:
-            return True
-        self._holds = self._holds and not release
-        spans = self._ask(final, release)
-        reserve = _OTHERS_S if self._other_thread is not None else 0.0
-        spans.answered.wait(spans.deadline - reserve - monotonic())
-        others = self._ask_others(final, spans.deadline)
-        asked = {"spans": spans} | ({connection.others: others} if others is not None else {})
-        late = [what for what, request in asked.items() if not request.answered.wait(request.deadline - monotonic())]
-        if final:
-            # Somebody's shutdown exports once more: where that took most of the time already, there is none for it.
-            connection.give_up(late=spans.deadline - monotonic() < connection.exit_timeout_s / 2)
-        self._count_lost()
-        lost = self._lost(final)  # only now: what was on its way has had its time
-        of = "" if late == ["spans"] else f" of {' and '.join(late)}"
-        given_up = f" What was not exported{of} after {connection.exit_timeout_s:g} s was given up." if late else ""
-        if lost > self._reported:
-            self._reported = lost
-            reasons = [f"{lost - self.dropped} were not exported{self._on_its_way()}"] if lost > self.dropped else []
-            if self.dropped:
-                reasons.append(
-                    f"{self.dropped} did not reach the exporter, since more than {MAX_WAITING} waited, or they could "
-                    "not be closed or handed on, or OpenTelemetry had been shut down before"
-                )
-            _logger.warning("%d spans were dropped: %s.%s", lost, "; ".join(reasons), given_up)
-        elif late:
-            _logger.warning("Exporting %s took too long.%s", " and ".join(late), given_up)
-        return all(request.done for request in asked.values())
-
-    def catch_up(self, seconds: float) -> None:
-        """Has our thread export what is closed, and waits for that so long at most."""
-        if self._thread is not None and self._connection is not None:
-            self._ask(final=False).answered.wait(seconds)
-
-    def hand_on(self, release: bool = False) -> None:
-        """Has our thread export what is closed, and doesn't wait; see `flush`. A signal handler may call it."""
-        if self._thread is not None and self._connection is not None:
-            self._holds = self._holds and not release
-            self._ask(final=False, release=release)
-
-    def cut_off(self, by: str, hurried: Callable[[], bool]) -> None:
-        """A signal ends the process: does what `exit` does, or joins it. A signal handler may call it: only our threads
-        could wait for a lock that the interrupted one holds, and this waits for them within the bound.
-
-        Args:
-            by: The signal's name.
-            hurried: Whether to wait no longer.
-        """
-        if self._thread is None or self._connection is None:
-            return
-        self._cut_off_by = by
-        spans = self._ask(final=True)
-        reserve = _OTHERS_S if self._other_thread is not None else 0.0
-        others: _Request | None = None
-        while monotonic() < spans.deadline and not hurried():
-            if others is None and (spans.done is not None or monotonic() > spans.deadline - reserve):
-                others = self._ask_others(True, spans.deadline)
-                reserve = 0.0
-            if spans.done is not None and (others is None or others.done is not None):
-                break
-            sleep(0.01)
-        lost = self._lost(final=True)
-        if spans.done is not None and not lost and self.journal is not None:
-            self.journal.remove()
-        if (spans.done is None or lost) and not self._told_of_signal:
-            self._told_of_signal = True
-            what = f"{lost or 'some'} spans are lost{self._on_its_way()}"
-            # Not by logging, whose locks and streams the interrupted thread may be using.
-            os.write(2, f"megatron_autoinstrument: {by} ended this rank; {what}.\n".encode())
-
-    def disconnect(self) -> None:
-        """Lets go of the exporters: what they do from now on is not watched."""
-        if self._connection is not None:
-            self._not_exported += self._connection.lost(final=False)
-            self._connection.release()
-
-    def abandon(self) -> None:
+    def reset_after_fork(self) -> None:
         """This is a forked child: what is open or waiting is its parent's to record."""
         record = self.current
         while record is not None:
@@ -991,153 +627,3 @@ class Recorder:
         self._unfinished.clear()
         self._background.clear()
         self._elsewhere.clear()
-
-    def exit(self) -> None:
-        """The process ends: closes what is open and exports it."""
-        try:
-            self.flush(final=True)
-        except KeyboardInterrupt:  # whoever interrupts once more doesn't want to wait
-            if self._connection is not None:
-                self._connection.give_up(late=True)
-
-
-class _Request:
-    """What a thread of ours is asked for."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work = work
-        self.deadline = 0.0
-        self.done: bool | None = None  # whether it succeeded, once it is over
-        self.answered = threading.Event()
-
-
-class _Thread:
-    """A thread of ours: it exports what it is asked for, and does `between` from time to time."""
-
-    def __init__(self, exports: str, between: Callable[[], None] | None = None) -> None:
-        self._exports = exports
-        self._between = between
-        self._asked: SimpleQueue[_Request] = SimpleQueue()  # one that a signal handler may put into
-        self._failed = False
-        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
-
-    def ask(self, request: _Request) -> _Request:
-        self._asked.put(request)
-        return request
-
-    def _run(self) -> None:
-        while True:
-            try:
-                request = self._asked.get(timeout=_DRAIN_INTERVAL_S if self._between is not None else None)
-            except Empty:
-                assert self._between is not None
-                self._do(self._between)
-                continue
-            if request.done is None:
-                request.done = self._do(request.work)
-                request.answered.set()
-
-    def _do(self, work: Callable[[], None]) -> bool:
-        try:
-            work()
-        except BaseException:  # such as asyncio's CancelledError, from a processor: it would end this thread
-            level = logging.DEBUG if self._failed else logging.WARNING  # told once
-            _logger.log(level, "Exporting %s failed; some of it is lost.", self._exports, exc_info=True)
-            self._failed = True
-            return False
-        return True
-
-
-def _random_base() -> int:
-    """What span ids are made of, with the call's number in the journal: to draw each takes several times longer. Two
-    processes share an id no likelier than if they did. Its highest bit keeps the ids from being 0."""
-    return GENERATOR.getrandbits(63) | 1 << 63
-
-
-# By which a context has its current span; None where that can't be told. (`set_span_in_context` takes twice the time.)
-_keys = list(trace.set_span_in_context(trace.INVALID_SPAN, context_api.Context()))
-_CURRENT = _keys[0] if len(_keys) == 1 else None
-
-
-def _context_of(parent: SpanContext | None) -> context_api.Context:
-    # Never the caller's context: in our thread it says nothing of where the call was made.
-    return (
-        trace.set_span_in_context(NonRecordingSpan(parent), context_api.Context()) if parent else context_api.Context()
-    )
-
-
-def _described(record: Record, place: _Place) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
-    """What is known of its span when it starts: name, start, attributes, links and id."""
-    # An exporter may take each link's attributes for a mapping, as the SDK's are.
-    links: tuple[Link, ...] = () if place.around is None else (Link(place.around, {}),)
-    if record.link is not None:
-        links += (Link(linked(record.link), {}),)
-    attributes = finite(record.attributes) if record.attributes else None
-    return record.name, record.start, attributes, links, _wanted_id(record)
-
-
-def _wanted_id(record: Record) -> int | None:
-    """The id that others may know its span by already."""
-    if record.kind is FREQUENT and record.trace is not None:
-        return record.span_id
-    return span_id(record.identity) if record.identity is not None else None
-
-
-def _mark(span: trace.Span, record: Record, now: int) -> None:
-    if record.error is not None and span.is_recording():
-        name = record.error["exception.type"]
-        span.set_attribute("error.type", name)
-        span.set_status(Status(StatusCode.ERROR, name))
-        if "exception.stacktrace" in record.error:
-            span.add_event("exception", record.error, timestamp=now)
-
-
-RECORDER = Recorder()
-
-
-def kind_of(name: str, kind: str, groups: frozenset[str]) -> str:
-    """`kind`, or SILENT where the group of the span `name` is off: such a record is only there to be seen."""
-    return kind if SPAN_GROUPS[name] in groups else SILENT
-
-
-def span(
-    name: str,
-    *,
-    live: bool = False,
-    given: Mapping[str, str | Reader] | None = None,
-    returned: Callable[[Any], dict[str, Any]] | None = None,
-    within: str | None = None,
-    hold: bool = False,
-) -> Callable[[Function, frozenset[str]], Hook]:
-    """The hook that most seams need: one span for one call.
-
-    Args:
-        name: The span's name.
-        live: Whether the span is current while the call runs; for calls that come a few times per step at most.
-        given: Attributes known when the call begins, by the name of the parameter, or a reader of the arguments.
-        returned: Attributes from what the call returned.
-        within: Record only calls made directly inside the span of this name.
-        hold: Keep a live span for what is known only later; see `Recorder.release`.
-    """
-
-    def hook(original: Function, groups: frozenset[str]) -> Hook:
-        kind = kind_of(name, LIVE if live else FREQUENT, groups)
-        readers = [
-            (attribute, argument(original, source) if isinstance(source, str) else source)
-            for attribute, source in (given or {}).items()
-        ]
-
-        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
-            if within is not None and ((current := RECORDER.current) is None or current.name != within):
-                return None
-            attributes = None
-            if readers:
-                attributes = {key: value for key, read in readers if (value := read(args, kwargs)) is not None}
-            return RECORDER.begin(name, kind, attributes)
-
-        def end(record: Record, result: Any, error: BaseException | None) -> None:
-            RECORDER.end(record, error, returned(result) if returned is not None and error is None else None, hold)
-
-        return Hook(begin, end)
-
-    return hook

@@ -4,6 +4,7 @@ without a byte between them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -46,6 +47,8 @@ class Traces(NamedTuple):
     """Whether each step is a trace of its own."""
     run: int
     """The trace of what belongs to no step."""
+    is_recorded: Callable[[int], bool] = lambda rank: False
+    """Whether another rank of this run records, as far as its settings are this rank's."""
 
     def of_step(self, iteration: int, rewinds: int) -> int:
         """The trace of a step; `rewinds` tells apart the times that a run goes back to an earlier iteration."""

@@ -4,27 +4,25 @@ setting decides it. A value that can't be used is named in one warning and the d
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron_autoinstrument.common import groups
 from megatron_autoinstrument.common.redact import get_logger
-from megatron_autoinstrument.process import ranks, strategies
+from megatron_autoinstrument.process import ranks
 from megatron_autoinstrument.settings import declarative
-from megatron_autoinstrument.settings import environment_variables as names
+from megatron_autoinstrument.settings.table import BOOLEAN, FALSE, SETTINGS, Kind, Setting
 
 _logger = get_logger(__name__)
-_T = TypeVar("_T")
 _warned: set[tuple[str, str]] = set()
 
 flags: dict[str, str | None] = {}
-"""What Megatron's command line or configuration says of `--otel-span-groups` and `--otel-service-name`, once parsed."""
+"""What Megatron's command line or configuration says of the flags that take a value, once parsed."""
 
 given: dict[str, Any] = {}
 """What `instrument()` was called with, by the settings' names."""
 
-_PREFIX = "MEGATRON_OTEL_"
+_ENABLED = SETTINGS["MEGATRON_OTEL_ENABLED"]
 
 
 def _take_known(self: Any, **options: Any) -> None:
@@ -34,7 +32,7 @@ def _take_known(self: Any, **options: Any) -> None:
 
 Configuration = make_dataclass(
     "Configuration",
-    [(name.removeprefix(_PREFIX).lower(), Any, None) for name in vars(names) if name.startswith(_PREFIX)],
+    [(keyword, Any, None) for setting in SETTINGS.values() for keyword in setting.keywords],
     init=False,
     namespace={"__init__": _take_known},  # what is unknown is named below: opentelemetry-configuration's is a traceback
 )
@@ -50,9 +48,10 @@ class Config:
     rank_strategy: str
     export_rank: int
     export_sample_rate: float
-    span_groups: frozenset[str]
-    metrics: bool
-    logs: bool
+    traces_enabled: bool
+    span_groups: frozenset[str]  # none where traces are off
+    metrics_enabled: bool
+    logs_enabled: bool
     exception_text: bool
     trace_scope: str  # step or run
     sampling_strategy: str | None  # None: the SDK's own
@@ -69,60 +68,20 @@ def from_environment(place: ranks.Rank, warn: bool | None = None, settled: bool 
         warn: Whether it warns; None: if it is the first.
         settled: Whether `place` is this process's for good, so that it can be said which ranks there are.
     """
-    last = place.world_size - 1
     warn = place.rank == 0 if warn is None else warn
     if warn and declarative.is_set():
         _name_unknown(declarative.settings(), "%s in OTEL_CONFIG_FILE")
-
-    def read(
-        name: str,
-        parse: Callable[[str], _T],
-        default: _T,
-        allowed: str | Callable[[], str],
-        alias: str | None = None,
-        flag: str | None = None,
-        warn: bool = warn,
-    ) -> _T:
-        return _read(name, parse, default, allowed, alias, flag, warn=warn)
-
-    traces = read(names.MEGATRON_OTEL_TRACES_ENABLED, _boolean, True, _BOOLEANS)
-    span_groups = read(
-        names.MEGATRON_OTEL_SPAN_GROUPS,
-        groups.parse,
-        groups.PRESETS["default"],
-        groups.KNOWN,
-        flag="--otel-span-groups",
-    )
-    return Config(
-        enabled=enabled(warn=warn),
-        rank_strategy=read(
-            names.MEGATRON_OTEL_RANK_STRATEGY,
-            _one_of(strategies.RANK_STRATEGIES),
-            "single_rank",
-            strategies.RANK_STRATEGIES.names,
-            alias=names.MEGATRON_OTEL_EXPORT_STRATEGY,
-        ),
-        export_rank=read(
-            *(names.MEGATRON_OTEL_EXPORT_RANK, _between(int, -1, last), -1, f"-1 to {last}"), warn=warn and settled
-        ),
-        export_sample_rate=read(
-            names.MEGATRON_OTEL_EXPORT_SAMPLE_RATE, _between(float, 0.0, 1.0), 1.0, "a number from 0 to 1"
-        ),
-        span_groups=span_groups if traces else frozenset(),
-        metrics=read(names.MEGATRON_OTEL_METRICS_ENABLED, _boolean, True, _BOOLEANS),
-        logs=read(names.MEGATRON_OTEL_LOGS_ENABLED, _boolean, False, _BOOLEANS),
-        exception_text=read(names.MEGATRON_OTEL_EXCEPTION_TEXT, _boolean, False, _BOOLEANS),
-        trace_scope=read(names.MEGATRON_OTEL_TRACE_SCOPE, _one_of(("step", "run")), "step", "step, run"),
-        sampling_strategy=read(
-            names.MEGATRON_OTEL_SAMPLING_STRATEGY,
-            _one_of(strategies.SAMPLING_STRATEGIES),
-            None,
-            strategies.SAMPLING_STRATEGIES.names,
-        ),
-        ab=read(names.MEGATRON_OTEL_AB, _of_blocks, 0, "0, or a number of steps from 4 on"),
-        service_name=flags.get("--otel-service-name"),
-        exporter=read(names.MEGATRON_OTEL_EXPORTER, _one_of(("otlp", "console")), None, "otlp, console"),
-    )
+    found: dict[str, Any] = {_ENABLED.field: enabled(warn=warn)}
+    for setting in SETTINGS.values():
+        if setting is _ENABLED or setting.kind is None:
+            continue
+        if isinstance(setting.kind, Kind):
+            found[setting.field] = _read(setting, setting.kind, warn=warn)
+        else:  # what it may be depends on the place
+            found[setting.field] = _read(setting, setting.kind(place), warn=warn and settled)
+    if not found["traces_enabled"]:
+        found["span_groups"] = frozenset()
+    return Config(**found)
 
 
 def enabled(*, warn: bool) -> bool | None:
@@ -130,43 +89,29 @@ def enabled(*, warn: bool) -> bool | None:
     own switch, too, leaves nothing to record for."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
-    variables = map(os.environ.get, ("MEGATRON_OTEL_ENABLED", "NEMO_LENS_ENABLED"))
-    if next((value.strip().lower() for value in variables if value and value.strip()), "") in _FALSE:
+    variables = map(os.environ.get, _ENABLED.variables)
+    if next((value.strip().lower() for value in variables if value and value.strip()), "") in FALSE:
         return False
-    return _read(names.MEGATRON_OTEL_ENABLED, _boolean, None, _BOOLEANS, None, None, warn=warn)
+    return _read(_ENABLED, BOOLEAN, warn=warn)
 
 
-def _read(
-    name: str,
-    parse: Callable[[str], _T],
-    default: _T,
-    allowed: str | Callable[[], str],
-    alias: str | None,
-    flag: str | None,
-    *,
-    warn: bool,
-) -> _T:
-    variables = [name, *([alias] if alias else [])]
-    settings = [variable.removeprefix(_PREFIX).lower() for variable in variables]
-    variables += [variable.replace(_PREFIX, "NEMO_LENS_") for variable in variables]
-    sources = [(flag, flags.get(flag) or "")] if flag else []
-    sources += [(f"instrument({setting}=…)", _text(given.get(setting))) for setting in settings]
+def _read(setting: Setting, kind: Kind, *, warn: bool) -> Any:
+    sources = [(setting.flag, flags.get(setting.flag) or "")]
+    sources += [(f"instrument({keyword}=…)", _text(given.get(keyword))) for keyword in setting.keywords]
     if declarative.is_set():
         file = declarative.settings()
-        sources += [(f"{setting} in OTEL_CONFIG_FILE", _text(file.get(setting))) for setting in settings]
-    sources += [(variable, os.environ.get(variable, "").strip()) for variable in variables]
-    for source, value in sources:
-        if not value:
-            continue
-        try:
-            return parse(value)
-        except ValueError:
-            if warn and (source, value) not in _warned:
-                _warned.add((source, value))
-                known = allowed() if callable(allowed) else allowed
-                _logger.warning("%s=%r is ignored. Allowed: %s.", source, value, known)
-            return default
-    return default
+        sources += [(f"{keyword} in OTEL_CONFIG_FILE", _text(file.get(keyword))) for keyword in setting.keywords]
+    sources += [(variable, os.environ.get(variable, "").strip()) for variable in setting.variables]
+    source, value = next(((source, value) for source, value in sources if value), ("", ""))
+    try:
+        if value:
+            return kind.parse(value)
+    except ValueError:
+        if warn and (source, value) not in _warned:
+            _warned.add((source, value))
+            known = kind.allowed() if callable(kind.allowed) else kind.allowed
+            _logger.warning("%s=%r is ignored. Allowed: %s.", source, value, known)
+    return kind.parse(setting.default) if setting.default else None
 
 
 def _text(value: Any) -> str:
@@ -190,46 +135,3 @@ def _name_unknown(settings: Mapping[str, Any], where: str) -> None:
         if (source, name) not in _warned:
             _warned.add((source, name))
             _logger.warning("%s is ignored: there is no such setting. Allowed: %s.", source, ", ".join(known))
-
-
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_BOOLEANS = ", ".join(_TRUE + _FALSE)
-
-
-def _boolean(value: str) -> bool:
-    lowered = value.lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise ValueError(value)
-
-
-def _one_of(known: Container[str]) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        for name in (value, value.lower()):
-            if name in known:
-                return name
-        raise ValueError(value)
-
-    return parse
-
-
-def _of_blocks(value: str) -> int:
-    steps = int(value)
-    if steps != 0 and steps < 4:
-        raise ValueError(value)
-    return steps
-
-
-_N = TypeVar("_N", int, float)
-
-
-def _between(number: Callable[[str], _N], low: _N, high: _N) -> Callable[[str], _N]:
-    def parse(value: str) -> _N:
-        parsed = number(value)
-        if not low <= parsed <= high:  # also refuses NaN
-            raise ValueError(value)
-        return parsed
-
-    return parse

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_autoinstrument.common.groups import GROUPS, PRESETS
+from megatron_autoinstrument.settings.table import BOOLEAN, SETTINGS
 
 MODULE = "megatron.training.arguments"
 """Megatron's module that makes the parser."""
@@ -16,16 +16,10 @@ FUNCTIONS = ("add_megatron_arguments", "_add_network_size_args")
 """Its functions that take the parser and return it. The second, one of those that the first calls, is for Megatron core
 before 0.12, which has no first."""
 
-# A default of None, so that Megatron's `args_defaults` can set them.
-_FLAGS: dict[str, dict[str, Any]] = {
-    "--otel-enabled": {"action": "store_true", "help": "Record this run with OpenTelemetry."},
-    "--otel-service-name": {"type": str, "help": "The resource attribute service.name (default: megatron-lm)."},
-    "--otel-span-groups": {
-        "type": str,
-        "help": f"Which spans to record: presets ({', '.join(PRESETS)}) and groups ({', '.join(GROUPS)}), "
-        "with commas between them.",
-    },
-}
+_FLAGS = {setting.flag: setting for setting in SETTINGS.values() if setting.flag}
+
+WITH_VALUE = [flag for flag, setting in _FLAGS.items() if setting.kind is not BOOLEAN]
+"""Those that take a value; the others stand alone."""
 
 
 def add(parser: Any) -> None:
@@ -34,7 +28,9 @@ def add(parser: Any) -> None:
     if missing:
         group = parser.add_argument_group(title="opentelemetry")
         for flag in missing:
-            group.add_argument(flag, default=None, **_FLAGS[flag])
+            action = "store" if flag in WITH_VALUE else "store_true"
+            # A default of None, so that Megatron's `args_defaults` can set them.
+            group.add_argument(flag, action=action, default=None, help=_FLAGS[flag].help)
 
 
 def are_given() -> bool:

@@ -28,6 +28,7 @@ _TARGETS = (
     "serialization",
     "timers",
     "training",
+    "training_log",
     "transformer_layer",
 )
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_autoinstrument.common.groups import FLAGS
-from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Ledger, Seam
+from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Patcher, Seam
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.settings import flags
 
 
-def _adding(original: Function, groups: frozenset[str]) -> Hook:
+def _adding(original: Function, recorder: Recorder) -> Hook:
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
         return True
 
@@ -26,14 +27,14 @@ SEAMS = (
 )
 
 # Apart from all the other seams, so that what fails there takes no flag away.
-LEDGER = Ledger()
+PATCHER = Patcher()
 
 
 def teach(rebind: bool = True) -> None:
     """Has Megatron's parser know the flags, now or when it is imported.
 
     Args:
-        rebind: As for `Ledger.install`.
+        rebind: As for `Patcher.install`.
     """
-    if not LEDGER.groups:
-        LEDGER.install(SEAMS, frozenset({FLAGS}), rebind)
+    if not PATCHER.groups:
+        PATCHER.install(SEAMS, frozenset({FLAGS}), rebind=rebind)

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_autoinstrument.common.semconv import ASYNC, METADATA_ONLY
+from megatron_autoinstrument.megatron import state
 from megatron_autoinstrument.megatron.patching import Arguments, Seam
-from megatron_autoinstrument.recording.recorder import span
-from megatron_autoinstrument.targets import global_vars
+from megatron_autoinstrument.recording.hooks import span
 
 _MODULE = "megatron.training.checkpointing"
 
 
 def _asynchronous(args: Arguments, kwargs: Mapping[str, Any]) -> bool | None:
-    return True if global_vars.arg("async_save") else None
+    return True if state.arg("async_save") else None
 
 
 _SAVE, _LOAD = "megatron.save_checkpoint", "megatron.load_checkpoint"

@@ -8,7 +8,7 @@ Megatron's FSDP stands in its place; with torch's (`--use-torch-fsdp2`) the two 
 from __future__ import annotations
 
 from megatron_autoinstrument.megatron.patching import Seam
-from megatron_autoinstrument.recording.recorder import span
+from megatron_autoinstrument.recording.hooks import span
 
 _CLASSES = (
     ("distributed_data_parallel", "DistributedDataParallel"),

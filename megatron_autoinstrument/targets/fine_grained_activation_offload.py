@@ -7,29 +7,16 @@ run on streams of their own: a span covers the launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from megatron_autoinstrument.megatron import torch_state
-from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.recording.recorder import span
+from megatron_autoinstrument.megatron.patching import Seam
+from megatron_autoinstrument.recording.hooks import span
 
-_MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-
-
-def _copy(name: str) -> Callable[[Function, frozenset[str]], Hook]:
-    def hook(original: Function, groups: frozenset[str]) -> Hook:
-        is_capturing, launch = torch_state.is_capturing(), span(name)(original, groups)
-
-        def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-            return None if is_capturing() else launch.begin(args, kwargs)
-
-        return Hook(begin, launch.end)
-
-    return hook
-
-
-SEAMS = (
-    Seam(_MODULE, "ChunkOffloadHandler.offload", {"activation_offload"}, _copy("megatron.activation.offload")),
-    Seam(_MODULE, "ChunkOffloadHandler.reload", {"activation_offload"}, _copy("megatron.activation.reload")),
+SEAMS = tuple(
+    Seam(
+        "megatron.core.pipeline_parallel.fine_grained_activation_offload",
+        f"ChunkOffloadHandler.{what}",
+        {"activation_offload"},
+        span(f"megatron.activation.{what}", skip=lambda args, kwargs: torch_state.is_capturing()()),
+    )
+    for what in ("offload", "reload")
 )

@@ -1,84 +1,23 @@
-"""megatron/training/global_vars.py: what Megatron knows of the run, and the moment when its arguments are known."""
+"""megatron/training/global_vars.py: the moment when Megatron's arguments are known."""
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_autoinstrument.common.groups import FLAGS
-from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-
-when_known: Callable[[Any], None] = lambda args: None  # noqa: E731
-"""Called with Megatron's arguments when they are parsed, and when its parallel groups are made: this process's place is
-known then. The instrumentor sets it."""
+from megatron_autoinstrument.megatron import state
+from megatron_autoinstrument.megatron.patching import Function, Hook, Seam
+from megatron_autoinstrument.recording.recorder import Recorder
 
 
-_ALWAYS = ("pipeline_model_parallel", "tensor_model_parallel", "data_parallel")
-_PARALLEL = {
-    **{kind: kind.replace("_model", "") for kind in _ALWAYS},
-    "context_parallel": "context_parallel",
-    "expert_model_parallel": "expert_parallel",
-}
-
-
-def args() -> Any | None:
-    """Megatron's arguments, or None before they are parsed and where there is no `megatron.training`."""
-    module = sys.modules.get("megatron.training.global_vars")
-    return getattr(module, "_GLOBAL_ARGS", None)
-
-
-def arg(name: str) -> Any | None:
-    """The argument `name`, or None."""
-    return getattr(args(), name, None)
-
-
-def tokens_per_iteration() -> int | None:
-    """The tokens of one iteration on all ranks, counted as Megatron counts its batch."""
-    calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
-    factors: list[Any] = [arg("micro_batch_size"), arg("data_parallel_size"), arg("seq_length")]
-    if calculator is None or None in factors:
-        return None
-    return math.prod(factors) * calculator.get_num_microbatches() * (arg("gtp_weight_remat_size") or 1)
-
-
-def parallel_state() -> Any | None:
-    """Megatron core's module of that name, once it knows the parallel groups."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    return state if getattr(state, "model_parallel_is_initialized", bool)() else None
-
-
-def parallel_ranks() -> dict[str, int]:
-    """This rank's place in each kind of parallelism, and in context and expert parallelism where they are used."""
-    state = parallel_state()
-    if state is None:
-        return {}
-    found = {}
-    for kind, attribute in _PARALLEL.items():
-        rank, size = (getattr(state, f"get_{kind}_{what}", None) for what in ("rank", "world_size"))
-        if rank is not None and size is not None and (kind in _ALWAYS or size() > 1):
-            found[f"dl.{attribute}.rank"] = rank()
-    return found
-
-
-def peak_device_memory_gib() -> float | None:
-    """The most device memory that was allocated at once so far, in GiB; None without a device."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda.max_memory_allocated() / 2**30 if cuda is not None and cuda.is_available() else None
-
-
-def knowing(original: Function, groups: frozenset[str]) -> Hook:
-    """Calls `when_known` after a function that ranks run once, recording or not."""
-
-    def begin(arguments: Arguments, kwargs: Mapping[str, Any]) -> bool:
-        return True
+def tells(original: Function, recorder: Recorder) -> Hook:
+    """Tells the recorder that this process's place is known, after a function that each rank runs once."""
 
     def end(token: Any, result: Any, error: BaseException | None) -> None:
         if error is None:
-            when_known(args())
+            recorder.when_arguments_known(state.args())
 
-    return Hook(begin, end)
+    return Hook(lambda args, kwargs: True, end)
 
 
-SEAMS = (Seam("megatron.training.global_vars", "set_args", {FLAGS}, knowing),)
+SEAMS = (Seam("megatron.training.global_vars", "set_args", {FLAGS}, tells),)

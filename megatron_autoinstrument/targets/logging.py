@@ -17,7 +17,8 @@ from megatron_autoinstrument.common.finite import finite_log
 from megatron_autoinstrument.common.groups import LOGS
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.recording.recorder import RECORDER, THREAD
+from megatron_autoinstrument.recording.recorder import Recorder
+from megatron_autoinstrument.recording.workers import THREAD
 
 _logger = get_logger(__name__)
 
@@ -25,7 +26,7 @@ _logger = get_logger(__name__)
 _OURS = ("opentelemetry", "megatron_autoinstrument", "grpc", "urllib3", "requests")
 
 
-def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
+def _call_handlers(original: Function, recorder: Recorder) -> Hook:
     from opentelemetry.instrumentation.utils import is_instrumentation_enabled
 
     here = threading.local()  # .busy: with a record, whose processor may log another
@@ -34,7 +35,7 @@ def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
         nonlocal failed
         record = args[1]
-        handler = RECORDER.log_handler
+        handler = recorder.log_handler
         if handler is None or record.name.partition(".")[0] in _OURS or getattr(here, "busy", False):
             return
         # An exporter logs under any name, in whatever thread it is called: the SDK marks what that does meanwhile.
@@ -51,7 +52,7 @@ def _call_handlers(original: Function, groups: frozenset[str]) -> Hook:
         finally:
             here.busy = False
 
-    return Hook(begin, lambda token, result, error: None)
+    return Hook(begin)
 
 
 def _without_exception(record: logging.LogRecord) -> logging.LogRecord:

@@ -7,17 +7,17 @@ from typing import Any
 
 from megatron_autoinstrument.common.groups import METRICS
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
-from megatron_autoinstrument.targets import training
+from megatron_autoinstrument.recording.recorder import Recorder
 
 
-def _track_e2e_metrics(original: Function, groups: frozenset[str]) -> Hook:
+def _track_e2e_metrics(original: Function, recorder: Recorder) -> Hook:
     throughput = argument(original, "throughput")
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> None:
-        if training.run.logging is not None:
-            training.run.logging.tflops = throughput(args, kwargs)
+        if recorder.run.logging is not None:
+            recorder.run.logging.tflops = throughput(args, kwargs)
 
-    return Hook(begin, lambda token, result, error: None)
+    return Hook(begin)
 
 
 SEAMS = (Seam("megatron.training.one_logger_utils", "track_e2e_metrics", {METRICS}, _track_e2e_metrics),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_autoinstrument.megatron.patching import Seam
-from megatron_autoinstrument.recording.recorder import span
+from megatron_autoinstrument.recording.hooks import span
 
 
 def _outcome(result: Any) -> dict[str, Any]:

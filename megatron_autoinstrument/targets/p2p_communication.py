@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from megatron_autoinstrument.common.semconv import COMBINED, OVERLAPPED, SENDER_RECORDED
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
-from megatron_autoinstrument.process import strategies
-from megatron_autoinstrument.recording.record import FREQUENT, Record
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.recording.record import Record
+from megatron_autoinstrument.recording.recorder import Recorder
+from megatron_autoinstrument.recording.run import Pass
 from megatron_autoinstrument.recording.traces import Identity
 from megatron_autoinstrument.targets import schedules
 
@@ -71,7 +71,7 @@ _OPERATIONS: dict[str, tuple[tuple[str, str, Callable[[Any], bool]], ...]] = {
 }
 
 
-def _operation(operation: str, original: Function, groups: frozenset[str]) -> Hook:
+def _operation(operation: str, original: Function, recorder: Recorder) -> Hook:
     directions = [
         (f"megatron.p2p.{direction}", _reader(original, parameter), test)
         for direction, parameter, test in _OPERATIONS[operation]
@@ -85,42 +85,42 @@ def _operation(operation: str, original: Function, groups: frozenset[str]) -> Ho
             return None
         sources: list[_Source | None] = []
         linked = None
-        if (run := schedules.running) is not None and schedules.all_counted:
-            sources = [_source(run, name, args, groups) if name in _SENT else None for name in names]
+        if (passing := recorder.run.passing) is not None and recorder.all_counted:
+            sources = [_source(recorder, passing, name, args) if name in _SENT else None for name in names]
             if may_be_linked and sources[0] is not None:
-                linked = _begin_linked(run, sources[0], args)
+                linked = _begin_linked(recorder, passing, sources[0], args)
         attributes = {}
         if len(names) > 1:
             attributes[COMBINED] = True
         if overlap(args, kwargs):
             attributes[OVERLAPPED] = True
-        records = RECORDER.begin_together(names, attributes)
+        records = recorder.begin_together(names, attributes)
         if records is None:
             return None
         for record, source in zip(records, sources, strict=False):
             if source is not None:
-                _link(record, source)
+                _link(recorder, record, source)
         return linked, records
 
     def end(token: tuple[Record | None, list[Record]], result: Any, error: BaseException | None) -> None:
         linked, records = token
-        RECORDER.end_together(records, error)
+        recorder.end_together(records, error)
         if linked is not None:
-            RECORDER.end(linked, error)
+            recorder.end(linked, error)
 
     return Hook(begin, end)
 
 
-def _bridge_operation(operation: str, original: Function, groups: frozenset[str]) -> Hook:
+def _bridge_operation(operation: str, original: Function, recorder: Recorder) -> Hook:
     """A leader's transfer to or from another module, with the broadcast among those that it leads."""
     names = [f"megatron.p2p.{direction}" for direction, *_ in _OPERATIONS[operation]]
     attributes = {COMBINED: True} if len(names) > 1 else {}
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> list[Record] | None:
-        return RECORDER.begin_together(names, attributes)
+        return recorder.begin_together(names, attributes)
 
     def end(records: list[Record], result: Any, error: BaseException | None) -> None:
-        RECORDER.end_together(records, error)
+        recorder.end_together(records, error)
 
     return Hook(begin, end)
 
@@ -141,23 +141,24 @@ class _Source(NamedTuple):
     recorded: bool = False
 
 
-def _source(run: schedules.Pass, name: str, args: Arguments, groups: frozenset[str]) -> _Source:
+def _source(recorder: Recorder, passing: Pass, name: str, args: Arguments) -> _Source:
     """What `name` receives now."""
     direction, what = _SENT[name]
-    number = run.next(direction)
-    sender = _neighbour(args, what) if run.scope is not None and run.single else None
-    if run.scope is None or not isinstance(sender, int):  # several, before core 0.14, for an encoder of another size
-        return _Source(number)
-    recorded = strategies.recording(sender)
-    if recorded and "microbatch" in groups:
-        key = run.key(sender, what)
-        return _Source(number, key and (key, _of_sender(run, what, number, args)), True)
+    number = passing.next(direction)
+    sender = _neighbour(args, what) if passing.scope is not None and passing.single else None
+    if passing.scope is None or not isinstance(sender, int):
+        return _Source(number)  # several, before core 0.14, for an encoder of another size
+    traces = recorder.run.traces
+    recorded = traces is not None and traces.is_recorded(sender)
+    if recorded and "microbatch" in recorder.groups:
+        key = passing.key(sender, what)
+        return _Source(number, key and (key, _of_sender(passing, what, number, args)), True)
     # Its step, or in an evaluation that one's step.
-    (trace, _, scope, *rest), _ = run.scope
+    (trace, _, scope, *rest), _ = passing.scope
     if scope == "megatron.evaluate":
-        key = run.key(sender, "megatron.evaluate.step")
-        return _Source(number, key and (key, 0), recorded and "evaluate" in groups)
-    return _Source(number, ((trace, sender, scope, *rest), 0), recorded and "step" in groups)
+        key = passing.key(sender, "megatron.evaluate.step")
+        return _Source(number, key and (key, 0), recorded and "evaluate" in recorder.groups)
+    return _Source(number, ((trace, sender, scope, *rest), 0), recorded and "step" in recorder.groups)
 
 
 def _neighbour(args: Arguments, what: str) -> Any:
@@ -167,17 +168,17 @@ def _neighbour(args: Arguments, what: str) -> Any:
     return rank if rank is not None else _parallel_state(f"{side}_rank")
 
 
-def _of_sender(run: schedules.Pass, what: str, number: int, args: Arguments) -> int:
+def _of_sender(passing: Pass, what: str, number: int, args: Arguments) -> int:
     """The number that the microbatch of the tensor `number` has among the sender's own. Microbatches go through the
     chunks in groups, and where the interleaved schedule goes round from one end of the pipeline to the other, the
     chunk at the end sends nothing."""
-    if run.chunks == 1:
+    if passing.chunks == 1:
         return number
     stage, stages = _stage(args)
     if stage != (0 if what == "forward" else stages - 1):
         return number
-    group = run.group_size or stages
-    return number + number // (group * (run.chunks - 1)) * group
+    group = passing.group_size or stages
+    return number + number // (group * (passing.chunks - 1)) * group
 
 
 def _stage(args: Arguments) -> tuple[int, int]:
@@ -192,29 +193,29 @@ def _parallel_state(what: str) -> Any:
     return getattr(sys.modules[_PARALLEL_STATE], f"get_pipeline_model_parallel_{what}")()
 
 
-def _link(record: Record, source: _Source) -> None:
+def _link(recorder: Recorder, record: Record, source: _Source) -> None:
     if source.span is None:
         return
-    RECORDER.link(record, source.span)
+    recorder.link(record, source.span)
     if not source.recorded:
         record.attributes = {**(record.attributes or {}), SENDER_RECORDED: False}
 
 
-def _begin_linked(run: schedules.Pass, source: _Source, args: Arguments) -> Record | None:
+def _begin_linked(recorder: Recorder, passing: Pass, source: _Source, args: Arguments) -> Record | None:
     """`megatron.pp.recv_forward.linked`: the warm-up receives of the non-interleaved schedule, and the one before
     its steady state. A pass with a backward makes no other plain receive; one without goes on making them."""
-    if run.interleaved:
+    if passing.interleaved:
         return None
     stage, stages = _stage(args)
-    warmup = min(stages - stage - 1, run.num_microbatches)
+    warmup = min(stages - stage - 1, passing.num_microbatches)
     if source.number > warmup:
         return None
     attributes = {"dl.pipeline_parallel.rank": stage}
     if source.number < warmup:
         attributes["dl.microbatch_id"] = source.number
-    record = RECORDER.begin("megatron.pp.recv_forward.linked", FREQUENT, attributes)
+    record = recorder.begin_frequent("megatron.pp.recv_forward.linked", attributes)
     if record is not None:
-        _link(record, source)
+        _link(recorder, record, source)
     return record
 
 

@@ -9,20 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.recording.recorder import span
+from megatron_autoinstrument.megatron.patching import Arguments, Seam
+from megatron_autoinstrument.recording.hooks import span
 
 
-def _start_grad_sync(original: Function, groups: frozenset[str]) -> Hook:
-    hook = span("megatron.grad_sync.start")(original, groups)
-
-    def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-        group = args[0]
-        if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
-            return None  # launched already: Megatron does nothing then
-        return hook.begin(args, kwargs)
-
-    return Hook(begin, hook.end)
+def _is_launched(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
+    """Whether Megatron does nothing: in the first batch a group may have been launched already."""
+    group = args[0]
+    return getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None
 
 
 SEAMS = (
@@ -30,6 +24,6 @@ SEAMS = (
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBucketGroup.start_grad_sync",
         {"communication"},
-        _start_grad_sync,
+        span("megatron.grad_sync.start", skip=_is_launched),
     ),
 )

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 from megatron_autoinstrument.common.groups import GROUPS, LOGS, METRICS
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.recording.recorder import Recorder
 
 
-def _rl_inference_interface_shutdown(original: Function, groups: frozenset[str]) -> Hook:
+def _rl_inference_interface_shutdown(original: Function, recorder: Recorder) -> Hook:
     """From core 0.17 on it leaves by `os._exit`, which runs nobody's exit: ours goes right before, when no rank waits
     for another any more."""
 
@@ -20,7 +20,7 @@ def _rl_inference_interface_shutdown(original: Function, groups: frozenset[str])
 
         def leave_after_ours(status: int) -> NoReturn:
             try:
-                RECORDER.exit()
+                recorder.exit()
             finally:
                 leave(status)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from megatron_autoinstrument.common.semconv import ASYNC
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam, argument
-from megatron_autoinstrument.recording.recorder import span
+from megatron_autoinstrument.recording.hooks import span
+from megatron_autoinstrument.recording.recorder import Recorder
 
 
-def _save(original: Function, groups: frozenset[str]) -> Hook:
+def _save(original: Function, recorder: Recorder) -> Hook:
     asynchronous = argument(original, "async_sharded_save")
 
     def launched(args: Arguments, kwargs: Mapping[str, Any]) -> bool | None:
@@ -19,7 +20,7 @@ def _save(original: Function, groups: frozenset[str]) -> Hook:
 
     return span(
         "megatron.save_checkpoint.io_write", live=True, within="megatron.save_checkpoint", given={ASYNC: launched}
-    )(original, groups)
+    )(original, recorder)
 
 
 SEAMS = (Seam("megatron.core.dist_checkpointing.serialization", "save", {"checkpoint"}, _save),)

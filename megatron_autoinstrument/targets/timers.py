@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron_autoinstrument.common.groups import METRICS
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.targets import training
+from megatron_autoinstrument.recording.recorder import Recorder
 
 
-def _elapsed(original: Function, groups: frozenset[str]) -> Hook:
+def _elapsed(original: Function, recorder: Recorder) -> Hook:
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-        interval = training.run.logging
+        interval = recorder.run.logging
         return interval if interval is not None and args[0].name == "interval-time" else None
 
     def end(interval: Any, result: Any, error: BaseException | None) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from megatron_autoinstrument.common.semconv import RECOMPUTED
 from megatron_autoinstrument.megatron import torch_state
 from megatron_autoinstrument.megatron.patching import Arguments, Function, Hook, Seam
-from megatron_autoinstrument.recording.record import FREQUENT, Record
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.recording.record import Record
+from megatron_autoinstrument.recording.recorder import Recorder
 
 _TRANSFORMER = "megatron.core.transformer"
 _MODULE = f"{_TRANSFORMER}.transformer_layer"
@@ -24,30 +24,30 @@ _HALVES = f"{_MODULE}:TransformerLayer._forward_attention"  # its package import
 _AGAIN = {RECOMPUTED: True}
 
 
-def layer_span(name: str) -> Callable[[Function, frozenset[str]], Hook]:
+def layer_span(name: str) -> Callable[[Function, Recorder], Hook]:
     """One span for one call, marked where it is activation recomputation that runs the layer again."""
 
-    def hook(original: Function, groups: frozenset[str]) -> Hook:
+    def hook(original: Function, recorder: Recorder) -> Hook:
         is_capturing, in_backward = torch_state.is_capturing(), torch_state.in_backward()
 
         def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Record | None:
             if is_capturing():
                 return None
-            return RECORDER.begin(name, FREQUENT, _AGAIN if in_backward() else None)
+            return recorder.begin_frequent(name, _AGAIN if in_backward() else None)
 
         def end(record: Record, result: Any, error: BaseException | None) -> None:
             # torch.utils.checkpoint leaves a recomputation by an exception once it has what it needs: no fault.
             if error is not None and type(error).__name__ == "_StopRecomputationError":
                 error = None
-            RECORDER.end(record, error)
+            recorder.end_call(record, result, error)
 
         return Hook(begin, end)
 
     return hook
 
 
-def _self_attention(original: Function, groups: frozenset[str]) -> Hook:
-    hook = layer_span("megatron.layer.self_attention")(original, groups)
+def _self_attention(original: Function, recorder: Recorder) -> Hook:
+    hook = layer_span("megatron.layer.self_attention")(original, recorder)
 
     def begin(args: Arguments, kwargs: Mapping[str, Any]) -> Any:
         if getattr(args[0], "attention_type", None) == "cross":

@@ -1,0 +1,1 @@
+"""For people: reads what was recorded. A rank never imports it."""

@@ -12,7 +12,7 @@ from harness import EVERYTHING, INSTRUMENT, MEGATRON, PLAIN, PTH, SCRIPTS, SWEEP
 from opentelemetry_variables import variables
 from test_spans_of_a_run import Scenario, expected
 
-from megatron_autoinstrument.settings import environment_variables
+from megatron_autoinstrument.settings.table import SETTINGS
 
 ALL_SIGNALS = {
     **EVERYTHING,
@@ -56,11 +56,11 @@ def test_data_workers_started_inside_a_step_record_and_export_nothing(start):
 
 
 NONSENSE = "no such thing"
-MISLED = [name for name in vars(environment_variables) if name.startswith("MEGATRON_OTEL_")]
+MISLED = [name for name in SETTINGS if name.startswith("MEGATRON_OTEL_")]
 
 
 def test_nonsense_in_every_variable_is_named_once_and_changes_nothing():
-    wrong = {name: NONSENSE for name in MISLED if name != "MEGATRON_OTEL_EXPORT_STRATEGY"}
+    wrong = dict.fromkeys(MISLED, NONSENSE)
     run = train(ranks=1, environment={**wrong, "NEMO_LENS_RUN_ID": "/\n\t", "NEMO_LENS_USER_ID": ""})
     assert run.status == 0, run.output[-3000:]
     for name in wrong:

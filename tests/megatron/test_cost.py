@@ -17,9 +17,9 @@ from megatron_autoinstrument.common.semconv import SPAN_GROUPS
 
 DOC = (ROOT / "docs" / "cost.md").read_text()
 STEP, EVALUATION_STEP = "training step", "evaluation step"
-README_MICROSECONDS = r"^\| {}[^|]* \| ([\d.]+) \| ([\d.]+) \|"
-# Of each price, the beginning of the README's row, and of how many spans that is.
-README_ROWS = {
+MEASURED = r"^\| {}[^|]* \| ([\d.]+) \| ([\d.]+) \|"
+# Of each price, the beginning of the row of what was measured per call, and of how many spans that is.
+MEASURED_ROWS = {
     "step": ("a step", 1),
     "coarse": ("a coarse call", 1),
     "communication": ("a P2P call", 2),
@@ -96,11 +96,10 @@ def test_the_sums_are_those_of_the_spans():
                         assert value(formula, at) == spans(STEP, at, groups).total(), (names, formula, at)
 
 
-def test_the_microseconds_are_the_readmes():
-    readme = (ROOT / "README.md").read_text()
-    assert README_ROWS.keys() == MICROSECONDS.keys()
-    for kind, (row, spans_in_it) in README_ROWS.items():
-        found = re.search(README_MICROSECONDS.format(row), readme, re.MULTILINE)
+def test_the_microseconds_are_those_measured_per_call():
+    assert MEASURED_ROWS.keys() == MICROSECONDS.keys()
+    for kind, (row, spans_in_it) in MEASURED_ROWS.items():
+        found = re.search(MEASURED.format(row), DOC, re.MULTILINE)
         assert [pytest.approx(float(figure) / spans_in_it, rel=0.05) for figure in found.groups()] == list(
             MICROSECONDS[kind]
         )

@@ -12,11 +12,11 @@ OPTIONS = (
 # They run once in a process, and did so before their turn came; or in our thread, where this way of failing misses
 # them.
 ONCE = {"autoload.py:forget", "metrics.py:_create", "ranks.py:records.<locals>.<genexpr>"}
-ONCE |= {"recorder.py:Recorder._emit", "recorder.py:_context_of"}
+ONCE |= {"spans.py:Spans._emit", "spans.py:_context_of"}
 ONCE |= {"direct.py:Live.is_recording"}  # after an earlier fault there, spans are the tracer's
 ONCE |= {
-    "recorder.py:Recorder._hand_on",
-    "recorder.py:Recorder._start",
+    "outbox.py:Outbox._hand_on",
+    "spans.py:Spans._start",
 }  # each half second, which may be in another step
 ONCE |= {"encode.py:_name", "encode.py:_add_name", "encode.py:_add_key", "encode.py:_varint"}  # what is known by now
 ONCE |= {f"journal.py:{name}" for name in ("_is_number", "_line", "Journal.kind", "_Shapes._shape")}
@@ -26,9 +26,9 @@ ONCE |= {"record.py:Record.anchor"}  # under megatron.train alone, whose record 
 IN_OUR_THREADS = re.compile(
     r"autoload\.py:_BeforeMegatron\.find_spec$|"  # fails an import, which is told by whoever imports
     r"losses\.py:|providers\.py:|signals\.py:(Termination\.(_watch|_is_current|_ends|_flush)|_next|_set_action)$|"
-    r"ids\.py:(PrivateIdGenerator|keep_random)|direct\.py:|sampling\.py:|traces\.py:|"
-    r"recorder\.py:(Recorder\.(flush\.|drain|_drain_for|_emit|_start|_place|_hand_o|_over|_is_lost|_lost|_count_lost|_certainly_lost|"
-    r"_still_open|_connect_now\.|_ask)|Record\.(start|end)$|_context_of|_mark)|"
+    r"ids\.py:(PrivateIdGenerator|keep_random)|direct\.py:|sdk_internals\.py:|traces\.py:|"
+    r"outbox\.py:|spans\.py:(Spans\.(_emit|_start|_place)|_context_of|mark|_links_around)|"
+    r"recorder\.py:Recorder\.(_is_lost|_still_open|_connect_now\.)|record\.py:Record\.(start|end)$|"
     r"finite\.py:(is_)?finite(\.|$)|metrics\.py:_create\.|encode\.py:"
 )
 ALL_SIGNALS = {

@@ -220,7 +220,8 @@ else:
     sys.modules[{gone!r}] = None
 
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 
 providers.connect({{"traces": None}}, None, {{}})
 RECORDER.connect_by(lambda: providers.connect({{"traces": None, "metrics": None, "logs": None}}, None, {{}}))
@@ -243,9 +244,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import FREQUENT
 
-providers._THEIRS_EXIT_TIMEOUT_S = 1.0
+providers._APPLICATIONS_EXIT_TIMEOUT_S = 1.0
 provider = TracerProvider()
 provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
 trace.set_tracer_provider(provider)

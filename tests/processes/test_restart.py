@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 import megatron_autoinstrument
 from megatron_autoinstrument import MegatronInstrumentor
-from megatron_autoinstrument.recording.recorder import RECORDER, Record
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import Record
 
 exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -21,7 +21,8 @@ FOLDERS += [Path(name) for name in os.environ.get("TEST_OTLP", "").split()]
 CODE = """
 import logging, random, sys
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import FREQUENT
 
 before = random.getstate()
 RECORDER.connect_by(lambda: providers.connect({"traces": None, "metrics": None, "logs": None}, None, {}))

@@ -19,7 +19,8 @@ from megatron_autoinstrument import instrumentor
 from megatron_autoinstrument.export import providers
 from megatron_autoinstrument.process import signals
 from megatron_autoinstrument.process.signals import TERMINATION
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -37,7 +38,7 @@ provider.add_span_processor(BatchSpanProcessor(exporter))
 RECORDER.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
 
 def install():
-    signals.install(RECORDER.cut_off, RECORDER.hand_on)
+    signals.install(RECORDER.terminate, RECORDER.request_flush)
 
 def begin():
     RECORDER.begin("megatron.train", LIVE)
@@ -221,7 +222,7 @@ end()
 def test_a_handler_that_runs_often_has_what_is_closed_exported_now_and_then():
     code = """
 calls = []
-RECORDER.hand_on = lambda: calls.append(0)
+RECORDER.request_flush = lambda: calls.append(0)
 signal.signal(signal.SIGALRM, lambda *args: None); install()
 signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
 started = time.monotonic()
@@ -429,7 +430,7 @@ def test_reinforcement_learnings_own_exit_runs_ours_first():
 from megatron_autoinstrument.targets import rl_utils
 def rl_inference_interface_shutdown():
     os._exit(0)
-hook = rl_utils.SEAMS[0].hook(rl_inference_interface_shutdown, frozenset())
+hook = rl_utils.SEAMS[0].hook(rl_inference_interface_shutdown, RECORDER)
 leave = os._exit
 hook.end(hook.begin((), {}), None, None)
 assert os._exit is leave  # before core 0.17 it returns

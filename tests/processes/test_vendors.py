@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(not VENDORS.exists(), reason=f"no {VENDORS}: see
 RECORD = """
 import random
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 
 def record(*signals):
     state = random.getstate()
@@ -72,7 +73,7 @@ print([type(processor).__name__ for processor in provider._active_span_processor
         )
         spans = Counter((span.name, span.resource.get("dl.rank")) for span in receiver.spans)
     assert spans == {**OURS, ("app.before", None): 1, ("app.after", 3): 1}
-    assert out == "['_Watch', 'SpanProcessor']\n"
+    assert out == "['_WatchingProcessor', 'SpanProcessor']\n"
     assert not err
 
 

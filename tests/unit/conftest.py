@@ -10,23 +10,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from megatron_autoinstrument import instrumentor
+from megatron_autoinstrument.common.groups import GROUPS
 from megatron_autoinstrument.export import ids, providers
 from megatron_autoinstrument.megatron import patching
 from megatron_autoinstrument.process import ranks, store
-from megatron_autoinstrument.recording import recorder as recording
 from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.settings import config
-from megatron_autoinstrument.targets import schedules
 
 
 @pytest.fixture(autouse=True)
 def _no_fault_hides(monkeypatch):
     monkeypatch.setattr(patching, "reraise_internal_errors", True)
-
-
-@pytest.fixture(autouse=True)
-def _every_call_is_counted(monkeypatch):
-    monkeypatch.setattr(schedules, "all_counted", True)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +61,7 @@ def _another_process(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_recorder_outlives_its_test(monkeypatch):
     """Its thread would: it looks at providers, and may log what is wrong with them while another test listens."""
-    made, init = [recording.RECORDER], Recorder.__init__
+    made, init = [instrumentor.RECORDER], Recorder.__init__
 
     def initialise(self):
         made.append(self)
@@ -122,14 +116,18 @@ def provider(exporter):
     return provider
 
 
+ALL = frozenset(GROUPS)
+
+
 @pytest.fixture
 def recorder(monkeypatch, provider):
     """A recorder of the test's own, connected to `provider`, in the place of the process's."""
     recorder = Recorder()
+    recorder.groups = ALL
     recorder.connect_by(lambda: providers.connect({"traces": provider}, None, {}))
-    monkeypatch.setattr("megatron_autoinstrument.recording.recorder.RECORDER", recorder)
+    monkeypatch.setattr("megatron_autoinstrument.instrumentor.RECORDER", recorder)
     yield recorder
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def trained(fake_module, monkeypatch, provider, exporter, clock, capsys):
         draw = random.Random(1)
 
         def work():
-            on = bool(instrumentor.LEDGER.groups)
+            on = bool(instrumentor.PATCHER.groups)
             instrumented.append(on)
             extra = cost(len(instrumented)) if callable(cost) else cost
             clock.now += 1000 + extra * on + int(draw.gauss(0, noise) if noise else 0)
@@ -67,13 +67,13 @@ def trained(fake_module, monkeypatch, provider, exporter, clock, capsys):
             training.global_vars.set_args(arguments)
         try:
             training.train(steps)
-            training.recorded_after = bool(instrumentor.LEDGER.groups)
+            training.recorded_after = bool(instrumentor.PATCHER.groups)
             training.comparison = instrumentor._comparison
         except SystemExit:
             pass
         finally:
             MegatronInstrumentor().uninstrument()
-            instrumentor.RECORDER.abandon()
+            instrumentor.RECORDER.reset_after_fork()
         return instrumented, exporter.get_finished_spans(), capsys.readouterr().out, vars(training)
 
     return trained
@@ -124,13 +124,13 @@ def test_a_cost_that_comes_in_bursts_counts_by_what_it_takes_of_a_block(trained)
 
 
 def test_what_megatrons_log_costs_is_part_of_a_step(trained, monkeypatch, clock):
-    release = instrumentor.RECORDER.release
+    release = instrumentor.RECORDER.end_held
 
     def slow(*args):
         clock.now += 10
         release(*args)
 
-    monkeypatch.setattr(instrumentor.RECORDER, "release", slow)
+    monkeypatch.setattr(instrumentor.RECORDER, "end_held", slow)
     _, spans, *_ = trained(8 * 22)
     (train,) = [span for span in spans if span.name == "megatron.train"]
     assert train.attributes["megatron.ab.overhead_percent"] >= 1.0

@@ -9,7 +9,8 @@ from megatron_autoinstrument.tools.receiver import Receiver
 PROGRAM = """
 import os
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 RECORDER.connect_by(lambda: providers.connect({"traces": None}, None, {"dl.rank": 0}))
 for iteration in range(1, 4):
     step = RECORDER.begin("megatron.train_step", LIVE, {"megatron.iteration": iteration})

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_autoinstrument.recording import record
 from megatron_autoinstrument.recording import recorder as recording
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, SILENT
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT
 from megatron_autoinstrument.recording.traces import Traces
 
 HOUR = 3600 * 10**9
@@ -71,7 +71,7 @@ def train(recorder, draw, per_step):
         grow(recorder, draw, 0)
         recorder.end(step, hold=True)
         if draw.random() < 0.8:
-            recorder.release({"megatron.loss": 1.0})
+            recorder.end_held({"megatron.loss": 1.0})
         if draw.random() < 0.5:
             save = recorder.begin("megatron.save_checkpoint", LIVE)
             writes.append(recorder.begin_background("megatron.save_checkpoint.async_write", loop, {}, save))

@@ -1,4 +1,4 @@
-"""The names that users rely on, held against the project's copy of the contract; the README's tables against them."""
+"""The names that users rely on, held against the project's copy of the contract; the tables in docs/ against them."""
 
 import fnmatch
 import re
@@ -8,11 +8,13 @@ import pytest
 
 from megatron_autoinstrument.common import groups, semconv
 from megatron_autoinstrument.export import metrics
-from megatron_autoinstrument.settings import environment_variables
+from megatron_autoinstrument.settings import flags
+from megatron_autoinstrument.settings.table import SETTINGS
 from megatron_autoinstrument.targets import SEAMS
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+SPANS_PAGE = (ROOT / "docs" / "spans.md").read_text()
+SETTINGS_PAGE = (ROOT / "docs" / "settings.md").read_text()
 SITUATIONS = (ROOT / "docs" / "situations.md").read_text()
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
@@ -21,6 +23,8 @@ UNPROVEN = tomllib.loads((ROOT / "fixtures" / "unproven.toml").read_text())
 BEYOND = {"megatron.save_checkpoint.async_write", "megatron.data_loading"}
 METRICS_BEYOND = {"megatron.training.nonfinite_iters"}
 VARIABLES_BEYOND = {"MEGATRON_OTEL_TRACE_SCOPE", "MEGATRON_OTEL_AB", "MEGATRON_OTEL_EXCEPTION_TEXT"}
+# Unset, something else may decide these first: how the run is started, and OpenTelemetry's own variables.
+DEFAULTS_ELSEWHERE = {"MEGATRON_OTEL_ENABLED": "0", "MEGATRON_OTEL_EXPORTER": "otlp"}
 
 
 def test_the_groups_are_the_contracts():
@@ -51,13 +55,13 @@ def test_what_is_unproven_exists_and_is_shown_with_a_reason_and_what_is_tried_in
     assert len([row for row in rows if len(row) == 3 and row[0].startswith("`")]) == len(entries)
 
 
-def test_the_readme_has_a_row_for_each_span():
+def test_there_is_a_row_for_each_span():
     for name, group in semconv.SPAN_GROUPS.items():
-        assert f"| `{name}` | `{group}` |" in README
+        assert f"| `{name}` | `{group}` |" in SPANS_PAGE
 
 
-def test_the_readme_has_a_row_for_each_attribute_and_names_the_spans_that_carry_it():
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| (`.*?`) \|", README, re.MULTILINE))
+def test_there_is_a_row_for_each_attribute_and_it_names_the_spans_that_carry_it():
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (`.*?`) \|", SPANS_PAGE, re.MULTILINE))
     carriers = {}
     for span in CONTRACT["span"]:
         for attribute in span.get("attributes", {}):
@@ -69,23 +73,46 @@ def test_the_readme_has_a_row_for_each_attribute_and_names_the_spans_that_carry_
             assert value in rows
 
 
-def test_the_readme_has_each_resource_key_and_each_flag():
-    for key in (*CONTRACT["resource"], *CONTRACT["flags"]):
-        assert f"`{key}" in README, key
+def test_each_resource_key_and_each_flag_is_named():
+    for key in CONTRACT["resource"]:
+        assert f"`{key}" in SPANS_PAGE, key
+    for key in CONTRACT["flags"]:
+        assert f"`{key}" in SETTINGS_PAGE, key
 
 
-def test_the_readme_and_the_contract_have_each_variable_that_is_read():
-    for name in (name for name in vars(environment_variables) if name.isupper()):
-        assert name in CONTRACT["environment"] or name in VARIABLES_BEYOND
-        assert name in README
+def test_the_variables_their_defaults_and_their_fallbacks_are_the_contracts():
+    settings = [setting for setting in SETTINGS.values() if not setting.name.startswith("OTEL_")]
+    defaults = {setting.name: setting.default for setting in settings} | {
+        setting.alias: "" for setting in settings if setting.alias
+    }
+    assert all(not defaults[name] for name in DEFAULTS_ELSEWHERE)
+    defaults |= DEFAULTS_ELSEWHERE
+    assert {name: defaults[name] for name in defaults.keys() - VARIABLES_BEYOND} == CONTRACT["environment"]
+    for setting in (setting for setting in settings if setting.kind):
+        names = [setting.name, *([setting.alias] if setting.alias else [])]
+        assert setting.variables == [*names, *(name.replace("MEGATRON_OTEL_", "NEMO_LENS_") for name in names)]
 
 
-def test_the_metrics_are_the_contracts_and_the_readme_has_a_row_for_each():
+def test_the_flags_are_the_contracts():
+    with_value = {setting.flag: setting.flag in flags.WITH_VALUE for setting in SETTINGS.values() if setting.flag}
+    assert with_value == {flag: kind != "flag" for flag, kind in CONTRACT["flags"].items()}
+
+
+def test_the_table_of_variables_is_that_of_the_settings():
+    rows = re.search(r"^\| Variable \| Default \| \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", SETTINGS_PAGE, re.MULTILINE)[1]
+    assert rows.splitlines() == [
+        f"| `{setting.name}` |{f' `{setting.default}`' if setting.default else ''} | {setting.meaning}"
+        f"{f'; also read as `{setting.alias}`' if setting.alias else ''} |"
+        for setting in SETTINGS.values()
+    ]
+
+
+def test_the_metrics_are_the_contracts_and_there_is_a_row_for_each():
     documented = {metric["name"]: (metric["type"], metric.get("unit", "")) for metric in CONTRACT["metric"]}
     made = {name: (instrument.kind, instrument.unit) for name, instrument in metrics.INSTRUMENTS.items()}
     assert {name: made[name] for name in made.keys() - METRICS_BEYOND} == documented
     for name, (kind, _) in made.items():
-        assert f"| `{name}` | {kind} |" in README
+        assert f"| `{name}` | {kind} |" in SPANS_PAGE
 
 
 def test_each_situation_names_tests_that_are_there():

@@ -23,7 +23,8 @@ from opentelemetry.sdk.trace.sampling import (
 )
 
 from megatron_autoinstrument.export import direct, providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.traces import Traces
 
 TRACE = 77
@@ -69,7 +70,7 @@ def recorded(provider, exporter, link=None):
     recorder.end(passed, ValueError("theirs") if link else None)
     recorder.end(step)
     recorder.drain()
-    recorder.abandon()
+    recorder.reset_after_fork()
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
@@ -243,7 +244,7 @@ def test_every_sampler_is_obeyed(sampler, kept, exporter):
         recorder.end(record)
     recorder.end(step)
     recorder.drain()
-    recorder.abandon()
+    recorder.reset_after_fork()
     assert sorted(span.name for span in exporter.get_finished_spans()) == kept
 
 
@@ -309,7 +310,7 @@ class Changed:
         raise TypeError("unexpected keyword argument")
 
 
-@pytest.mark.parametrize("changed", ["ReadableSpan", "Live", "HashedOnce", "_context", "on_end", "_Started"])
+@pytest.mark.parametrize("changed", ["ReadableSpan", "Live", "HashedOnce", "_context", "on_end", "StartedSpan"])
 def test_an_sdk_that_has_changed_loses_no_span(changed, provider, exporter, made_directly, monkeypatch, caplog):
     if changed == "on_end":
         takes = SimpleSpanProcessor.on_end
@@ -373,6 +374,6 @@ def test_a_resource_that_is_completed_later_is_on_the_spans_that_follow(provider
         recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
         recorder.drain()
     recorder.end(step)
-    recorder.abandon()
+    recorder.reset_after_fork()
     assert all(span.resource.attributes["later"] for span in exporter.get_finished_spans()[:2])
     assert type(exporter.get_finished_spans()[1].resource) is direct.HashedOnce

@@ -15,8 +15,7 @@ from opentelemetry.trace import StatusCode
 from test_metrics import Tensor, points
 
 from megatron_autoinstrument import MegatronInstrumentor, instrumentor
-from megatron_autoinstrument.targets import schedules as schedules_target
-from megatron_autoinstrument.targets import training as training_target
+from megatron_autoinstrument.recording.run import Run
 
 STANDINS = Path(__file__).parents[2] / "fixtures" / "standins"
 
@@ -119,12 +118,11 @@ def reader():
 def instrument(monkeypatch, provider, reader):
     monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "all")
     monkeypatch.setenv("MEGATRON_OTEL_TRACE_SCOPE", "run")
-    monkeypatch.setattr(training_target, "run", training_target.Run())
-    monkeypatch.setattr(schedules_target, "running", None)
+    monkeypatch.setattr(instrumentor.RECORDER, "run", Run())
     meter_provider = MeterProvider(metric_readers=[reader])
     yield lambda: MegatronInstrumentor().instrument(tracer_provider=provider, meter_provider=meter_provider)
     MegatronInstrumentor().uninstrument()
-    instrumentor.RECORDER.abandon()
+    instrumentor.RECORDER.reset_after_fork()
 
 
 @pytest.fixture
@@ -132,7 +130,7 @@ def tree(exporter):
     """What was recorded: a line for each span, indented below its parent, with its attributes."""
 
     def tree(*attributes):
-        instrumentor.RECORDER.release()
+        instrumentor.RECORDER.end_held()
         instrumentor.RECORDER.flush()
         found = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time)
         exporter.clear()

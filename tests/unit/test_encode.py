@@ -22,7 +22,7 @@ TRACE = 0x0102_0304_0506_0708_090A_0B0C_0D0E_0F10
 CONTEXT, PARENT = SpanContext(TRACE, 1, False, SAMPLED), SpanContext(TRACE, 2**63 + 7, False, SAMPLED)
 REMOTE = SpanContext(2**100, 9, True, SAMPLED)
 STATEFUL = SpanContext(TRACE, 3, False, SAMPLED, TraceState([("a", "b")]))
-install = encode.install
+install = encode.replace_encoders
 MODULE = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
 
 
@@ -66,7 +66,9 @@ def exporter_module(monkeypatch):
     monkeypatch.setattr(encode, "_seen", set())
     monkeypatch.setattr(encode, "_encoding", set())
     monkeypatch.setattr(encode, "_encoders", {})
-    monkeypatch.setattr(encode, "install", lambda: None)  # the thread of an earlier test's recorder asks for it too
+    monkeypatch.setattr(
+        encode, "replace_encoders", lambda: None
+    )  # the thread of an earlier test's recorder asks for it too
     return module
 
 

@@ -18,8 +18,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from megatron_autoinstrument.export import losses, providers
-from megatron_autoinstrument.recording import recorder as recording
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.recording import outbox, workers
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
+from megatron_autoinstrument.recording.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ class Collector(SpanExporter):
 @pytest.fixture
 def connected(monkeypatch):
     """Connects a recorder, and metrics, to providers that export by these exporters."""
-    monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(recording, "_OTHERS_S", 0.2)
+    monkeypatch.setattr(providers, "_APPLICATIONS_EXIT_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(outbox, "_OTHERS_S", 0.2)
     recorder, reader, collectors = Recorder(), InMemoryMetricReader(), []
 
     def connect(*exporters, queue=2048):
@@ -67,7 +68,7 @@ def connected(monkeypatch):
     for collector in collectors:
         collector.answers.set()
     recorder.disconnect()
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def record(recorder, number, kind=FREQUENT):
@@ -188,7 +189,7 @@ def test_of_several_exporters_the_worst_counts(connected):
 def test_a_collector_that_never_answers_bounds_memory_and_exit_and_the_metrics_still_leave(
     connected, caplog, monkeypatch
 ):
-    monkeypatch.setattr(recording, "MAX_WAITING", 600)
+    monkeypatch.setattr(outbox, "MAX_WAITING", 600)
     exporter = Collector()
     recorder, reader, _ = connected(exporter)
     exporter.answers.clear()
@@ -213,8 +214,8 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
     connected, caplog, capfd, monkeypatch, end
 ):
     """As with a collector that answers after 4.4 s of 5: the metrics leave after 3.5 s."""
-    monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 30)
-    monkeypatch.setattr(recording, "_OTHERS_S", 29)
+    monkeypatch.setattr(providers, "_APPLICATIONS_EXIT_TIMEOUT_S", 30)
+    monkeypatch.setattr(outbox, "_OTHERS_S", 29)
     exporter = Collector()
     recorder, reader, _ = connected(exporter)
     exporter.answers.clear()
@@ -227,7 +228,7 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
         exporter.answers.set()
 
     monkeypatch.setattr(recorder._connection, "flush_others", flush_others)
-    recorder.exit() if end == "exit" else recorder.cut_off("SIGTERM", lambda: False)
+    recorder.exit() if end == "exit" else recorder.terminate("SIGTERM", lambda: False)
     assert exporter.got == 601
     assert counts == [0] == [counted(reader)]
     assert not messages(caplog)
@@ -235,8 +236,8 @@ def test_what_arrives_while_the_metrics_leave_is_neither_told_nor_counted_as_los
 
 
 def test_what_is_counted_as_lost_when_the_metrics_leave_does_not_arrive_afterwards(connected, caplog, monkeypatch):
-    monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 30)
-    monkeypatch.setattr(recording, "_OTHERS_S", 29)
+    monkeypatch.setattr(providers, "_APPLICATIONS_EXIT_TIMEOUT_S", 30)
+    monkeypatch.setattr(outbox, "_OTHERS_S", 29)
 
     class Dead(Collector):
         """It refuses the first batch at once, the second late, and would take the others."""
@@ -273,7 +274,7 @@ def test_what_was_on_its_way_at_the_end_is_told_apart(connected, caplog, capfd, 
     record(recorder, 7)
     recorder.catch_up(0.01)
     assert exporter.asked.wait(10)
-    recorder.exit() if end == "exit" else recorder.cut_off("SIGTERM", lambda: False)
+    recorder.exit() if end == "exit" else recorder.terminate("SIGTERM", lambda: False)
     told = " ".join(messages(caplog)) if end == "exit" else capfd.readouterr().err
     assert "7 spans" in told
     assert ", of which 7 were on their way and may have arrived." in told
@@ -299,7 +300,7 @@ def test_somebodys_shutdown_at_exit_passes_over_what_waits_for_a_dead_collector_
     exporter = Collector(refuses=collector == "fails")
     recorder, _, provider = connected(exporter)
     if collector in ("answers", "fails"):
-        monkeypatch.setattr(providers, "_THEIRS_EXIT_TIMEOUT_S", 20)
+        monkeypatch.setattr(providers, "_APPLICATIONS_EXIT_TIMEOUT_S", 20)
     record(recorder, 1)
     if collector == "is slow":
         exporter.answers.clear()
@@ -347,7 +348,7 @@ def test_a_second_connection_reports_what_the_first_one_lost_no_more(connected, 
 
 
 def test_a_fault_that_comes_again_and_again_in_our_thread_is_told_of_once(connected, caplog, monkeypatch):
-    monkeypatch.setattr(recording, "_DRAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(workers, "DRAIN_INTERVAL_S", 0.01)
     recorder, _, _ = connected(Collector())
     record(recorder, 1)
     calls = []
@@ -378,7 +379,7 @@ def test_trouble_with_metrics_and_logs_is_told_of_once_too(caplog):
     assert [message.split(":")[0] for message in told] == ["Exporting metrics failed", "Exporting logs failed"]
     assert all(message.endswith("(Told once: training goes on.)") for message in told)  # nothing of spans
     assert all(export.failing for exports in connection._exports.values() for export in exports)
-    connection.release()
+    connection.unhook()
 
 
 def test_what_is_sent_once_more_after_a_failure_is_not_said_to_have_arrived(connected, caplog):
@@ -415,7 +416,7 @@ def test_where_the_metrics_fail_the_logs_leave_and_the_message_names_no_spans(ca
     assert flushed == [1]
     assert messages(caplog) == ["Exporting metrics and logs failed; some of it is lost."]
     recorder.disconnect()
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_processors_that_are_not_the_sdks_are_left_alone():
@@ -424,5 +425,5 @@ def test_processors_that_are_not_the_sdks_are_left_alone():
 
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(Processor())
-    assert losses.watch("traces", provider, losses.Tally(), "x") == []
-    assert losses.watch("traces", object(), losses.Tally(), "x") == []
+    assert losses.watch_exporters("traces", provider, losses.Tally(), "x") == []
+    assert losses.watch_exporters("traces", object(), losses.Tally(), "x") == []

@@ -11,7 +11,7 @@ from megatron_autoinstrument import ab
 from megatron_autoinstrument.common.finite import finite, finite_log, is_finite
 from megatron_autoinstrument.export import providers, resource
 from megatron_autoinstrument.process import ranks
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 from megatron_autoinstrument.targets import logging as logging_target
 from megatron_autoinstrument.targets import optimizer
 
@@ -54,7 +54,7 @@ def test_no_span_carries_it_whenever_it_became_known(recorder, exporter, kind, b
     recorder.end(call, attributes={"d": [bad]})
     recorder.end(recorder.begin("failed", FREQUENT, {"e": bad}), ValueError("bad"))
     recorder.end(step, hold=True)
-    recorder.release({"megatron.loss": bad})
+    recorder.end_held({"megatron.loss": bad})
     recorder.drain()
     got = {span.name: dict(span.attributes) for span in exporter.get_finished_spans()}
     assert got["megatron.train_step"] == {"a.finite": False, "megatron.loss.finite": False}
@@ -64,7 +64,7 @@ def test_no_span_carries_it_whenever_it_became_known(recorder, exporter, kind, b
 
 @pytest.mark.parametrize("bad", NOT_FINITE)
 def test_the_optimizers_span_says_so_of_the_gradient_norm(recorder, exporter, monkeypatch, bad):
-    hook = optimizer.SEAMS[0].hook(lambda: None, frozenset({"optimizer"}))
+    hook = optimizer.SEAMS[0].hook(lambda: None, recorder)
     hook.end(hook.begin((), {}), (True, bad, None), None)
     (span,) = exporter.get_finished_spans()
     assert dict(span.attributes) == {"megatron.update_successful": True, "megatron.grad_norm.finite": False}
@@ -93,8 +93,7 @@ def exported(monkeypatch, recorder):
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
     connection = providers.connect({"logs": provider}, None, {})
     monkeypatch.setattr(type(recorder), "log_handler", property(lambda self: connection.log_handler))
-    monkeypatch.setattr(logging_target, "RECORDER", recorder)
-    hook = logging_target._call_handlers(logging.Logger.callHandlers, frozenset({"logs"}))
+    hook = logging_target._call_handlers(logging.Logger.callHandlers, recorder)
 
     def export(record):
         hook.begin((logging.getLogger(record.name), record), {})

@@ -31,11 +31,11 @@ def megatron(monkeypatch):
     yield MegatronInstrumentor()
     if MegatronInstrumentor().is_instrumented_by_opentelemetry:
         MegatronInstrumentor().uninstrument()
-    instrumentor.RECORDER.abandon()
+    instrumentor.RECORDER.reset_after_fork()
 
 
 def spans(exporter):
-    instrumentor.RECORDER.release()  # training_log would
+    instrumentor.RECORDER.end_held()  # training_log would
     instrumentor.RECORDER.flush()
     return [span.name for span in exporter.get_finished_spans()]
 
@@ -131,14 +131,14 @@ def test_of_pauses_that_overlap_the_last_one_ends_them(megatron, training, provi
 
 def test_a_signal_in_the_middle_of_a_switch_has_its_own_done_after_it(megatron, training, provider, monkeypatch):
     original = training.train_step
-    install = instrumentor.LEDGER.install
+    install = instrumentor.PATCHER.install
     before = signal.signal(signal.SIGUSR1, lambda number, frame: megatron.uninstrument())
 
     def interrupted(*args):
         signal.raise_signal(signal.SIGUSR1)
         install(*args)
 
-    monkeypatch.setattr(instrumentor.LEDGER, "install", interrupted)
+    monkeypatch.setattr(instrumentor.PATCHER, "install", interrupted)
     try:
         megatron.instrument(tracer_provider=provider)
     finally:
@@ -152,8 +152,8 @@ def test_a_switch_that_another_thread_is_busy_with_is_waited_for_so_long_at_most
 ):
     monkeypatch.setattr(instrumentor, "_TURN_S", 0.05)
     original = training.train_step
-    install, go_on = instrumentor.LEDGER.install, threading.Event()
-    monkeypatch.setattr(instrumentor.LEDGER, "install", lambda *args: (go_on.wait(10), install(*args)))
+    install, go_on = instrumentor.PATCHER.install, threading.Event()
+    monkeypatch.setattr(instrumentor.PATCHER, "install", lambda *args: (go_on.wait(10), install(*args)))
     thread = threading.Thread(target=megatron.instrument, kwargs={"tracer_provider": provider})
     thread.start()
     megatron.uninstrument()  # gives up waiting
@@ -426,7 +426,7 @@ def test_the_flag_alone_turns_on_what_was_only_waiting_for_flags(
     assert training.train_step is original
     sys.modules["megatron.training.global_vars"].set_args(parse(arguments, "--otel-enabled"))
     assert (training.train_step is not original) == patched
-    instrumentor.LEDGER.uninstall()
+    instrumentor.PATCHER.uninstall()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import types
 import pytest
 from opentelemetry.trace import StatusCode
 
-from megatron_autoinstrument.megatron.patching import Ledger
+from megatron_autoinstrument.megatron.patching import Patcher
 from megatron_autoinstrument.recording.record import FREQUENT
 from megatron_autoinstrument.targets import (
     fine_grained_activation_offload,
@@ -63,12 +63,11 @@ def torch(fake_module):
 
 @pytest.fixture
 def install(torch, recorder, monkeypatch, fake_module):
-    ledger = Ledger()
-    monkeypatch.setattr(transformer_layer, "RECORDER", recorder)
+    ledger, recorder.groups = Patcher(), GROUPS
 
     def install(target, source):
         module = fake_module(target.SEAMS[0].module, source)
-        ledger.install(target.SEAMS, GROUPS)
+        ledger.install(target.SEAMS, GROUPS, recorder)
         return module
 
     yield install

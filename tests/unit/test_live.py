@@ -13,8 +13,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from megatron_autoinstrument.export import direct, providers
-from megatron_autoinstrument.recording import recorder as recording
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.recording import outbox
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.traces import Traces
 
 TRACE = 77
@@ -61,14 +62,14 @@ def while_made(monkeypatch):
     """Has something happen while the SDK's span is being made, once."""
 
     def happen(what):
-        construct = direct._Started.__init__
+        construct = direct.StartedSpan.__init__
 
         def interrupted(self, *args, **kwargs):
-            monkeypatch.setattr(direct._Started, "__init__", construct)
+            monkeypatch.setattr(direct.StartedSpan, "__init__", construct)
             what()
             construct(self, *args, **kwargs)
 
-        monkeypatch.setattr(direct._Started, "__init__", interrupted)
+        monkeypatch.setattr(direct.StartedSpan, "__init__", interrupted)
 
     return happen
 
@@ -115,7 +116,7 @@ def test_a_live_span_takes_what_the_user_sets_on_it(what, provider, exporter, ma
                 SET[what](span)
         recorder.end(step)
         recorder.drain()
-        recorder.abandon()
+        recorder.reset_after_fork()
         found = {span.name: span for span in exporter.get_finished_spans()}
         exporter.clear()
         return {
@@ -205,7 +206,7 @@ def test_a_live_span_whose_provider_gets_another_processor_before_it_is_handed_o
 
 def test_where_too_many_wait_a_live_span_is_not_one_that_is_lost(recorder, exporter, monkeypatch):
     step = recorder.begin("megatron.train_step", LIVE)
-    monkeypatch.setattr(recording, "MAX_WAITING", 0)
+    monkeypatch.setattr(outbox, "MAX_WAITING", 0)
     recorder.end(recorder.begin("megatron.forward_backward", LIVE))
     recorder.end(step)
     assert len(exporter.get_finished_spans()) == 2
@@ -323,7 +324,7 @@ def test_while_it_is_being_exported_it_has_ended():
     recorder.drain()
     (got,) = exporter.get_finished_spans()
     assert "late" not in got.attributes
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_after_its_end_it_shows_what_was_exported_of_it(recorder, exporter):
@@ -374,7 +375,7 @@ def test_a_processor_that_comes_between_two_spans_sees_the_second_one_start(prov
     recorder.end(step)
     recorder.drain()
     assert sorted(own.started) == sorted(own.ended) == ["megatron.forward_backward", "megatron.train_step"]
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 class Failing(SpanProcessor):
@@ -385,7 +386,7 @@ class Failing(SpanProcessor):
 
 
 def test_a_processor_that_cannot_be_flushed_does_not_keep_the_others_from_their_shutdown(monkeypatch):
-    monkeypatch.setattr(recording, "_FLUSH_EVERY", 2)
+    monkeypatch.setattr(outbox, "_FLUSH_EVERY", 2)
     provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
     provider.add_span_processor(Failing())
@@ -396,7 +397,7 @@ def test_a_processor_that_cannot_be_flushed_does_not_keep_the_others_from_their_
     recorder.end(step)
     provider.shutdown()
     assert len(exporter.get_finished_spans()) == 10
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 @pytest.mark.parametrize("ask", ["force_flush", "shutdown"])
@@ -414,7 +415,7 @@ def test_whoever_flushes_or_shuts_down_finds_what_has_ended(ask, several):
     assert getattr(provider, ask)() in (None, True)
     assert len(exporter.get_finished_spans()) == 10
     assert recorder.dropped == 0
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_a_flush_waits_for_what_another_thread_is_handing_on_and_says_so_if_that_takes_too_long(monkeypatch):
@@ -428,14 +429,14 @@ def test_a_flush_waits_for_what_another_thread_is_handing_on_and_says_so_if_that
     draining.start()
     assert exporter.at_work.wait(10)
     with monkeypatch.context() as shorter:
-        shorter.setattr(recording, "_FOR_A_FLUSH_S", 0.01)
+        shorter.setattr(outbox, "_FOR_A_FLUSH_S", 0.01)
         assert provider.force_flush() is False
     threading.Timer(0.1, exporter.go_on.set).start()
     assert provider.force_flush() is True
     assert len(exporter.get_finished_spans()) == 3
     draining.join()
     recorder.end(step)
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_after_the_last_flush_a_shutdown_waits_for_nothing(monkeypatch):
@@ -447,13 +448,13 @@ def test_after_the_last_flush_a_shutdown_waits_for_nothing(monkeypatch):
     with recorder._draining:
         started = time.monotonic()
         provider.shutdown()
-        assert time.monotonic() - started < recording._FOR_A_FLUSH_S
-    recorder.abandon()
+        assert time.monotonic() - started < outbox._FOR_A_FLUSH_S
+    recorder.reset_after_fork()
 
 
 def test_the_last_flush_does_not_wait_for_a_thread_that_never_goes_on(recorder, exporter, monkeypatch):
     """A signal has interrupted it."""
-    monkeypatch.setattr(recording, "_FOR_OTHERS_S", 0.01)
+    monkeypatch.setattr(outbox, "_FOR_OTHERS_S", 0.01)
     step = recorder.begin("megatron.train_step", LIVE)
     recorder.end(recorder.begin("megatron.forward_backward", LIVE))
     recorder.end(step)
@@ -481,7 +482,7 @@ def test_a_span_belongs_to_the_provider_that_it_was_started_with():
     assert [span.name for span in of_first.get_finished_spans()] == ["megatron.train_step"]
     assert [span.name for span in of_second.get_finished_spans()] == ["megatron.forward_backward"]
     assert recorder.dropped == 0
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_a_span_whose_provider_was_shut_down_before_it_ended_is_counted():
@@ -497,7 +498,7 @@ def test_a_span_whose_provider_was_shut_down_before_it_ended_is_counted():
     recorder.drain()
     assert connection.closed
     assert recorder.dropped == 1
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def test_each_link_has_attributes_to_look_at(provider, exporter):
@@ -510,4 +511,4 @@ def test_each_link_has_attributes_to_look_at(provider, exporter):
     recorder.drain()
     (step,) = [span for span in exporter.get_finished_spans() if span.name == "megatron.train_step"]
     assert [dict(link.attributes.items()) for link in step.links] == [{}]
-    recorder.abandon()
+    recorder.reset_after_fork()

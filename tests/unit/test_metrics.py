@@ -8,8 +8,11 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from megatron_autoinstrument.common.groups import METRICS
 from megatron_autoinstrument.export import metrics
 from megatron_autoinstrument.export.metrics import NONFINITE
-from megatron_autoinstrument.recording.recorder import LIVE
-from megatron_autoinstrument.targets import schedules, training
+from megatron_autoinstrument.megatron import state
+from megatron_autoinstrument.recording.record import LIVE
+from megatron_autoinstrument.recording.run import Run
+from megatron_autoinstrument.targets import training
+from megatron_autoinstrument.targets import training_log as training_log_target
 
 
 @pytest.fixture
@@ -32,9 +35,10 @@ def points(reader):
     return found
 
 
-def test_what_is_no_finite_number_poisons_no_instrument(reader, meter):
+def test_what_is_no_finite_number_poisons_no_instrument(reader, meter, recorder, monkeypatch):
+    monkeypatch.setattr(type(recorder), "meter", property(lambda self: meter))
     for value in (100.0, math.nan, math.inf, -math.inf, None, 50.0):
-        metrics.record(meter, dict.fromkeys(metrics.INSTRUMENTS, value))
+        metrics.record(recorder, dict.fromkeys(metrics.INSTRUMENTS, value))
     found = points(reader)
     assert set(found) == set(metrics.INSTRUMENTS)
     assert found["megatron.training.step_duration_ms"] == found["megatron.training.skipped_iters"] == 150.0
@@ -80,10 +84,9 @@ def log(monkeypatch, fake_module, recorder, meter):
     arguments = type("Args", (), {"log_interval": 2, "micro_batch_size": 2, "data_parallel_size": 4, "seq_length": 10})
     fake_module("megatron.training.global_vars")._GLOBAL_ARGS = arguments
     fake_module("megatron.core.num_microbatches_calculator").get_num_microbatches = lambda: 5
-    monkeypatch.setattr(training, "RECORDER", recorder)
     monkeypatch.setattr(type(recorder), "meter", property(lambda self: meter))
-    monkeypatch.setattr(training, "run", training.Run())
-    hook = training._training_log(training_log, frozenset({METRICS, "step"}))
+    recorder.groups = frozenset({METRICS, "step"})
+    hook = training_log_target._training_log(training_log, recorder)
     totals = {}
 
     def call(iteration, loss, skipped=0, grad_norm=1.5, learning_rate=0.1, is_first=False):
@@ -94,9 +97,9 @@ def log(monkeypatch, fake_module, recorder, meter):
         totals["skipped iterations"] = totals.get("skipped iterations", 0) + skipped
         if losses and not skipped:
             totals["lm loss"] = totals.get("lm loss", Tensor(0)) + losses["lm loss"]
-        if training.run.logging is not None:
-            training.run.logging.elapsed_s = 4.0
-            training.run.logging.tflops = 300.0
+        if recorder.run.logging is not None:
+            recorder.run.logging.elapsed_s = 4.0
+            recorder.run.logging.tflops = 300.0
         hook.end(token, None, None)
         if iteration % 2 == 0:
             totals.clear()
@@ -224,19 +227,17 @@ def test_what_is_known_of_a_run_does_not_outlive_it(log, reader, recorder):
     def setup_model_and_optimizer():
         pass
 
-    around = training._pretrain(pretrain, frozenset({METRICS, "job"}))
-    model = training._setup_model_and_optimizer(setup_model_and_optimizer, frozenset({METRICS}))
-    everything = dict.fromkeys(training.Run.__slots__, "left behind")
+    around = training._pretrain(pretrain, recorder)
+    model = training._setup_model_and_optimizer(setup_model_and_optimizer, recorder)
+    everything = dict.fromkeys({*Run.__slots__} - {"number", "traces"}, "left behind")
 
     def leave_behind():
         log(2, 4.0)
         for name, value in everything.items():
-            setattr(training.run, name, value)
-        schedules.running = schedules._passes = "left behind"
+            setattr(recorder.run, name, value)
 
     def is_left():
-        kept = [name for name in everything if getattr(training.run, name) == "left behind"]
-        return kept + [value for value in (schedules.running, schedules._passes) if value == "left behind"]
+        return [name for name in everything if getattr(recorder.run, name) == "left behind"]
 
     leave_behind()
     run = around.begin((), {})
@@ -245,7 +246,7 @@ def test_what_is_known_of_a_run_does_not_outlive_it(log, reader, recorder):
     leave_behind()
     model.end(model.begin((), {}), None, None)
     assert around.begin((), {}) is None
-    assert len(is_left()) == len(everything) + 2  # still the same one
+    assert len(is_left()) == len(everything)  # still the same one
     around.end(run, None, None)
     model.end(model.begin((), {}), None, None)  # a loop of one's own
     assert not is_left()
@@ -265,4 +266,4 @@ def test_the_peak_of_the_device_memory_is_in_gib(log, reader, fake_module):
     log(2, 4.0)
     assert points(reader)["megatron.training.memory_allocated_gb"] == 1.5
     cuda.is_available = lambda: False
-    assert training.global_vars.peak_device_memory_gib() is None
+    assert state.peak_device_memory_gib() is None

@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace import ConcurrentMultiSpanProcessor, SpanProcessor,
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from megatron_autoinstrument.export import providers
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, Recorder
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
+from megatron_autoinstrument.recording.recorder import Recorder
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def recorder():
     recorder = Recorder()
     yield recorder
     recorder.disconnect()
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 def record(recorder, **given):
@@ -158,8 +159,11 @@ def test_a_provider_is_watched_once_however_often_it_is_connected(exporter):
     for _ in range(3):
         recorder = Recorder()
         record(recorder, traces=provider)
-        recorder.abandon()
-    assert sum(isinstance(one, providers._Watch) for one in provider._active_span_processor._span_processors) == 1
+        recorder.reset_after_fork()
+    assert (
+        sum(isinstance(one, providers._WatchingProcessor) for one in provider._active_span_processor._span_processors)
+        == 1
+    )
 
 
 def test_a_signal_whose_provider_cannot_be_used_costs_that_signal_alone(recorder, exporter, caplog):
@@ -255,7 +259,7 @@ def test_a_provider_with_nothing_behind_it_is_named_once(kinds, why, caplog):
     for _ in range(2):
         recorder = Recorder()
         record(recorder, **{name: kind() for name, kind in kinds.items()})
-        recorder.abandon()
+        recorder.reset_after_fork()
     (message,) = warnings_of(caplog)
     assert why in message
     assert message.endswith(": this package records, and nothing will leave.")
@@ -350,8 +354,7 @@ def logged(recorder, monkeypatch):
     """Has `recorder` export log records, as the seam in Python's logging does."""
     from megatron_autoinstrument.targets import logging as target
 
-    monkeypatch.setattr(target, "RECORDER", recorder)
-    hook = target._call_handlers(logging.Logger.callHandlers, frozenset())
+    hook = target._call_handlers(logging.Logger.callHandlers, recorder)
     call_handlers = logging.Logger.callHandlers
 
     def wrapper(*args):
@@ -505,7 +508,7 @@ def test_a_processor_that_fails_once_costs_one_span_and_no_more(recorder, provid
         step = recorder.begin("megatron.train_step", LIVE)
         recorder.end(recorder.begin("megatron.microbatch.forward", FREQUENT))
         recorder.end(step, hold=hold)
-        recorder.release({"megatron.loss": 1.5})
+        recorder.end_held({"megatron.loss": 1.5})
     recorder.drain()
     names = Counter(span.name for span in exporter.get_finished_spans())
     assert names == {"megatron.train_step": 2, "megatron.microbatch.forward": 3}
@@ -561,5 +564,5 @@ def test_what_cannot_be_looked_at_costs_nothing_but_its_own(provider, exporter):
     recorder.end(recorder.begin("megatron.train_step", LIVE))
     recorder.dropped = 1
     recorder.flush()
-    recorder.abandon()
+    recorder.reset_after_fork()
     assert len(exporter.get_finished_spans()) == 1

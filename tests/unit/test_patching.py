@@ -15,7 +15,7 @@ import pytest
 import wrapt
 
 from megatron_autoinstrument.megatron import patching
-from megatron_autoinstrument.megatron.patching import Hook, Ledger, Seam
+from megatron_autoinstrument.megatron.patching import Hook, Patcher, Seam
 
 SOURCE = """
 def step(model, iteration=None, *, forward_only=False):
@@ -63,7 +63,7 @@ def module(fake_module):
 
 @pytest.fixture
 def ledger():
-    ledger = Ledger()
+    ledger = Patcher()
     yield ledger
     ledger.uninstall()
 
@@ -747,7 +747,7 @@ def test_what_cannot_be_wrapped_is_named_once(ledger, module, hook, caplog):
 
 def test_calls_that_look_do_so_and_of_the_first_ones_only_the_first(module, hook, calls):
     looks = []
-    ledger = Ledger(lambda look: (looks.append(1), look()))
+    ledger = Patcher(lambda look: (looks.append(1), look()))
     vars(module)["build"], vars(module)["log"] = (lambda: None), (lambda: None)
     seams = [
         seam("step", hook, looks="first"),
@@ -774,7 +774,7 @@ def test_calls_that_look_do_so_and_of_the_first_ones_only_the_first(module, hook
 
 
 def test_a_call_that_has_begun_when_its_function_is_found_replaced_is_named(module, hook, calls, caplog):
-    ledger = Ledger()
+    ledger = Patcher()
     ledger.install([seam("step", hook, looks="first"), seam("run", hook)], ALL)
     exec("def run():\n    step(1)\n    step(2)\n", vars(module))
     module.run()
@@ -809,7 +809,7 @@ def test_arguments_are_those_of_the_function_that_a_wrapper_without_parameters_p
 def test_a_seam_that_our_own_failure_turned_off_stays_off(ledger, module, monkeypatch, caplog):
     monkeypatch.setattr(patching, "reraise_internal_errors", False)
     lost = []
-    broken = seam("step", lambda o, g: Hook(lambda a, k: 1 / 0, lambda *of: None), lost=lambda: lost.append(1))
+    broken = seam("step", lambda o, g: Hook(lambda a, k: 1 / 0, lambda *of: None), lost=lambda given: lost.append(1))
     ledger.install([broken], ALL)
     for _ in range(3):
         module.step(1)
@@ -824,7 +824,7 @@ def test_whoever_counts_calls_is_told_when_some_are_not_seen(ledger, module, hoo
         del module.step
     else:
         module.step = value
-    ledger.install([seam("step", hook, lost=lambda: lost.append(1))], ALL)
+    ledger.install([seam("step", hook, lost=lambda given: lost.append(1))], ALL)
     assert lost == [1]
 
 

@@ -15,10 +15,11 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-from megatron_autoinstrument.export import direct, encode, ids, losses, providers
+from megatron_autoinstrument.export import direct, encode, ids, providers, sdk_internals
 from megatron_autoinstrument.recording import journal
 from megatron_autoinstrument.recording import recorder as recording
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE, SILENT, Recorder
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE, SILENT
+from megatron_autoinstrument.recording.recorder import Recorder
 from megatron_autoinstrument.recording.traces import Traces
 
 TRACE = 77
@@ -129,7 +130,7 @@ def record(provider, after=lambda name: None):
     recorder.end_background(background)
     recorder.end(step)
     recorder.flush()
-    recorder.abandon()
+    recorder.reset_after_fork()
 
 
 NAMES = {"megatron.train_step", "megatron.forward_backward", "one", "layer", "with a list", "that failed", "sent"}
@@ -204,7 +205,7 @@ def by_wrapt(original):
 def theirs(provider, monkeypatch):
     """What somebody may add to a provider, or change of it, that wants spans to see."""
     (processor,) = (one for one in provider._active_span_processor._span_processors if type(one) is BatchSpanProcessor)
-    exporter, inner = losses.exporter_of(processor), losses.inner_of(processor)
+    exporter, inner = sdk_internals.exporter_of(processor), sdk_internals.inner_of(processor)
 
     class Subclass(trace_exporter.OTLPSpanExporter):
         pass
@@ -288,7 +289,7 @@ def test_what_is_inside_a_call_that_left_as_a_record_stays_inside_it(provider, s
     recorder.end(around)
     recorder.end(step)
     recorder.flush()
-    recorder.abandon()
+    recorder.reset_after_fork()
     left = sent.spans
     assert left["early"].parent_span_id == left["late"].parent_span_id == left["around"].span_id
     assert {span.name for span in exporter.get_finished_spans()} == {"late", "around", "megatron.train_step"}
@@ -303,7 +304,7 @@ def test_a_trace_with_a_state_keeps_it(provider, sent, taken):
         recorder.end(recorder.begin("inside", FREQUENT))
         recorder.end(step)
         recorder.flush()
-        recorder.abandon()
+        recorder.reset_after_fork()
     assert taken == []
     assert [span.trace_state for span in sent.spans.values()] == ["a=b"] * 2
     assert sent.spans["inside"].parent_span_id == sent.spans["megatron.train_step"].span_id
@@ -324,7 +325,7 @@ def test_records_are_counted_as_spans_are(provider, sent, caplog):
     assert "late" in sent.spans
     recorder.end(recorder.begin("too late", FREQUENT))
     recorder.flush()
-    recorder.abandon()
+    recorder.reset_after_fork()
     assert "1 spans were dropped" in caplog.text
 
 
@@ -336,7 +337,7 @@ def test_records_of_an_earlier_connection_are_counted_by_the_one_that_hands_them
     recorder.end(step)
     recorder.flush()
     ended = recorder._connection._ended.total
-    recorder.abandon()
+    recorder.reset_after_fork()
     assert ended == len(sent.spans) == 2
 
 
@@ -353,10 +354,11 @@ def test_what_is_inside_a_span_that_was_lost_is_inside_of_what_is_around(provide
         return hand_on(self, record)
 
     monkeypatch.setattr(direct.Direct, "hand_on", fail)
+    monkeypatch.setattr(direct.Direct, "hand_on_usual", lambda self, waiting, most: (0, None))
     for one in (inside, lost, step):
         recorder.end(one)
     recorder.flush()
-    recorder.abandon()
+    recorder.reset_after_fork()
     assert sent.spans["inside"].parent_span_id == sent.spans["megatron.train_step"].span_id
 
 
@@ -376,7 +378,7 @@ def test_the_journal_has_the_ids_that_leave_or_none(ids_of, sent):
         recorder.end(opened)
     _, kinds, slots = journal.read(bytes(recorder.journal.memory))
     recorder.flush()
-    recorder.abandon()
+    recorder.reset_after_fork()
     provider.shutdown()
     written = {kinds[slot.kind].name: slot for slot in slots}
     assert written.keys() == {"megatron.train", "megatron.forward_backward", "one"}

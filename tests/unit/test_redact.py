@@ -4,6 +4,7 @@ log, not in the resource."""
 import builtins
 import logging
 import sys
+import types
 
 import pytest
 from opentelemetry.sdk._logs import LoggerProvider
@@ -14,7 +15,7 @@ from megatron_autoinstrument.common.redact import redacted
 from megatron_autoinstrument.export import providers, resource
 from megatron_autoinstrument.process import ranks
 from megatron_autoinstrument.recording import recorder as recording
-from megatron_autoinstrument.recording.recorder import FREQUENT, LIVE
+from megatron_autoinstrument.recording.record import FREQUENT, LIVE
 from megatron_autoinstrument.targets import logging as logging_target
 
 try:
@@ -257,7 +258,8 @@ def test_no_secret_is_in_the_resource(monkeypatch):
         monkeypatch.setenv(f"PASSWORD_{number}", secret)
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *(text for text, _ in FORMS)])
     attributes = providers._described(
-        providers.Resource.create(), providers._New(None, resource.attributes(ranks.current(), "run"), None, None)
+        providers.Resource.create(),
+        providers.ProviderOptions(None, resource.attributes(ranks.current(), "run"), None, None),
     ).attributes
     assert attributes["service.name"] == "megatron-lm"
     assert not [secret for _, secret in FORMS if secret in str(dict(attributes))]
@@ -269,8 +271,7 @@ def test_an_exported_log_record_says_of_an_exception_what_a_span_says(monkeypatc
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
     handler = providers._log_handler(provider)
     monkeypatch.setattr(redact, "with_text", with_text)
-    monkeypatch.setattr(logging_target, "RECORDER", type("", (), {"log_handler": handler}))
-    hook = logging_target.SEAMS[0].hook(logging.Logger.callHandlers, frozenset())
+    hook = logging_target.SEAMS[0].hook(logging.Logger.callHandlers, types.SimpleNamespace(log_handler=handler))
     try:
         raise ValueError("s3cretpw")
     except ValueError:

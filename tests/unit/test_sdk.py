@@ -58,7 +58,7 @@ def test_a_provider_made_earlier_is_completed_in_place_and_keeps_what_was_chosen
 def test_what_the_environment_names_wins(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "llama")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=0f0c8bd3-9c3d-4c44-8a55-0d1c0a4f6a51,team=x")
-    described = providers._described(Resource.create(), providers._New(None, OURS, None, None)).attributes
+    described = providers._described(Resource.create(), providers.ProviderOptions(None, OURS, None, None)).attributes
     assert described["service.name"] == "llama"
     assert described["service.instance.id"] == "0f0c8bd3-9c3d-4c44-8a55-0d1c0a4f6a51"
     assert described["team"] == "x"
@@ -67,7 +67,7 @@ def test_what_the_environment_names_wins(monkeypatch):
 
 def test_a_service_name_from_a_flag_wins(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "llama")
-    described = providers._described(Resource.create(), providers._New(None, OURS, "flagged", None))
+    described = providers._described(Resource.create(), providers.ProviderOptions(None, OURS, "flagged", None))
     assert described.attributes["service.name"] == "flagged"
 
 

@@ -17,10 +17,11 @@ from megatron_autoinstrument.export import ids
 from megatron_autoinstrument.megatron import patching
 from megatron_autoinstrument.process import ranks, strategies
 from megatron_autoinstrument.recording import traces
-from megatron_autoinstrument.recording.recorder import LIVE
+from megatron_autoinstrument.recording.record import LIVE
+from megatron_autoinstrument.recording.run import Pass, Run
+from megatron_autoinstrument.recording.traces import Traces
 from megatron_autoinstrument.settings import config
 from megatron_autoinstrument.targets import p2p_communication, schedules
-from megatron_autoinstrument.targets import training as target_of_training
 
 TRAINING = """
 def pretrain(iterations, inprocess_call_wrapper=None):
@@ -61,7 +62,6 @@ def training(fake_module, monkeypatch):
         fake_module(name)
     fake_module("megatron.training.global_vars", "_GLOBAL_ARGS = None").args = None
     module = fake_module("megatron.core.pipeline_parallel.schedules", SCHEDULES)
-    monkeypatch.setattr(schedules, "running", None)
     monkeypatch.setitem(vars(__import__("sys").modules["megatron.core.pipeline_parallel"]), "schedules", module)
     return fake_module("megatron.training.training", TRAINING)
 
@@ -83,7 +83,7 @@ def spans_of(training, monkeypatch, torch_distributed):
     ):
         torch_distributed(rank, 4, store)
         monkeypatch.setattr(ids, "_run", None)
-        monkeypatch.setattr(target_of_training, "run", target_of_training.Run())
+        monkeypatch.setattr(instrumentor.RECORDER, "run", Run())
         for name, value in {
             "MEGATRON_OTEL_SPAN_GROUPS": groups,
             "MEGATRON_OTEL_RANK_STRATEGY": "all_ranks",
@@ -100,7 +100,7 @@ def spans_of(training, monkeypatch, torch_distributed):
             program(training.pretrain, iterations)
         finally:
             MegatronInstrumentor().uninstrument()
-            recorder.abandon()
+            recorder.reset_after_fork()
         return exporter.get_finished_spans()
 
     return spans_of
@@ -211,15 +211,14 @@ def test_a_ratio_keeps_whole_steps_the_same_ones_on_every_rank(spans_of):
 def test_a_step_that_the_sampler_drops_makes_no_record_of_what_is_inside(spans_of, monkeypatch):
     recorder = instrumentor.RECORDER
     kept = []
-    begin = recorder.begin
+    begin = recorder.begin_frequent
 
-    def spy(*args):
-        record = begin(*args)
-        if record is not None:
-            kept.append(record.name)
+    def keeping(name, *more):
+        if (record := begin(name, *more)) is not None:
+            kept.append(name)
         return record
 
-    monkeypatch.setattr(recorder, "begin", spy)
+    monkeypatch.setattr(recorder, "begin_frequent", keeping)
     for groups in ("all", "job,microbatch"):  # asked once, by the step's span or for it
         kept.clear()
         assert not spans_of(0, range(3), ALWAYS_OFF, groups)
@@ -313,7 +312,7 @@ def test_what_an_aborted_run_left_behind_ends_with_its_restart(spans_of):
         pretrain(iterations, inprocess_call_wrapper=types.SimpleNamespace(iteration=7))
         recorder.begin("megatron.evaluate", LIVE)
         recorder.mute(True)
-        schedules.running = object()
+        recorder.run.passing = object()
         pretrain(iterations, inprocess_call_wrapper=types.SimpleNamespace(iteration=8))
 
     spans = spans_of(0, range(2), program=restarted)
@@ -347,9 +346,9 @@ def test_an_install_in_mid_pass_leaves_the_rest_of_the_pass_unnumbered(spans_of)
     """Nobody has counted the microbatches that went by: better no id than another's."""
 
     def in_mid_pass(pretrain, iterations):
-        schedules.running = object()
+        instrumentor.RECORDER.run.passing = object()
         instrumentor._patch(frozenset({"microbatch"}))
-        assert schedules.running is None
+        assert instrumentor.RECORDER.run.passing is None
 
     spans_of(0, [0], program=in_mid_pass)
 
@@ -417,23 +416,33 @@ def test_a_receive_that_is_called_by_keyword_alone_finds_its_sender(
     """As core 0.10 to 0.13 call it; there the previous rank is several where an encoder has a size of its own."""
     state = fake_module("megatron.core.parallel_state")
     state.get_pipeline_model_parallel_prev_rank = lambda: previous
-    monkeypatch.setattr(p2p_communication, "RECORDER", recorder)
-    monkeypatch.setattr(schedules, "RECORDER", recorder)
-    monkeypatch.setattr(strategies, "recording", lambda rank: True)
+    recorder.groups = frozenset({"communication", "microbatch"})
+    recorder.run.traces = Traces("run", 7, True, 1, lambda rank: True)
     step = recorder.begin("megatron.train_step", LIVE, None, ((1, 7, "megatron.train_step", 1, 0), 0))
-    monkeypatch.setattr(schedules, "running", schedules.Pass(True, {"num_microbatches": 4}))
+    recorder.run.passing = Pass(recorder.scope(), 0, 4, interleaved=True)
 
     def send_forward_recv_forward(output_tensor, recv_prev, tensor_shape, config, overlap_p2p_comm=False):
         raise AssertionError("only its signature is read")
 
-    hook = p2p_communication._operation(
-        "send_forward_recv_forward", send_forward_recv_forward, frozenset({"communication", "microbatch"})
-    )
+    hook = p2p_communication._operation("send_forward_recv_forward", send_forward_recv_forward, recorder)
     token = hook.begin((), {"output_tensor": None, "recv_prev": True, "tensor_shape": None, "config": None})
     hook.end(token, None, None)
     recorder.end(step)
     _, (record,) = token
     assert record.link == (((1, 6, "forward", "megatron.train_step", 1, 0, 0), 0) if linked else None)
+
+
+def test_what_a_call_does_at_once_has_the_ids_that_other_ranks_name(recorder, exporter):
+    """As the forward and the backward of two microbatches that --overlap-moe-expert-parallel-comm combines."""
+    recorder.run.traces = Traces("run", 7, True, 1)
+    step = recorder.begin("megatron.train_step", LIVE, None, ((1, 7, "megatron.train_step", 1, 0), 0), 1)
+    names = ["megatron.microbatch.forward", "megatron.microbatch.backward"]
+    identities = [((1, 7, what, 0), 3) for what in ("forward", "backward")]
+    recorder.end_together(recorder.begin_together(names, {}, identities), None)
+    recorder.end(step)
+    recorder.flush()
+    found = {span.name: span.context.span_id for span in exporter.get_finished_spans()}
+    assert [found[name] for name in names] == [traces.span_id(identity) for identity in identities]
 
 
 P2P = """
@@ -453,21 +462,20 @@ def test_links_are_told_from_numbers_only_where_every_call_is_counted(fake_modul
         module.recv_forward = type("Receive", (), {"__init__": lambda self, *args: None})
     source = "" if fault == "microbatches" else "def forward_step(): pass\ndef backward_step(): pass"
     fake_module("megatron.core.pipeline_parallel.schedules", source)
-    for target in (p2p_communication, schedules):
-        monkeypatch.setattr(target, "RECORDER", recorder)
-    monkeypatch.setattr(strategies, "recording", lambda rank: True)
+    recorder.groups = frozenset({"communication", "microbatch"})
+    recorder.run.traces = Traces("run", 7, True, 1, lambda rank: True)
     seams = [
         seam
         for seam in (*p2p_communication.SEAMS, *schedules.SEAMS)
         if seam.path in ("recv_forward", "send_backward_recv_forward", "forward_step", "backward_step")
     ]
-    ledger = patching.Ledger()
-    ledger.install(seams, frozenset({"communication", "microbatch"}))
+    ledger = patching.Patcher()
+    ledger.install(seams, recorder.groups, recorder)
     step = recorder.begin("megatron.train_step", LIVE, None, ((1, 7, "megatron.train_step", 1, 0), 0))
-    monkeypatch.setattr(schedules, "running", schedules.Pass(False, {"num_microbatches": 4}, 0))
+    recorder.run.passing = Pass(recorder.scope(), 0, 4)
     if fault == "a call fails":
         with monkeypatch.context() as patched:
-            patched.setattr(p2p_communication, "_link", lambda record, source: 1 / 0)
+            patched.setattr(p2p_communication, "_link", lambda recorder, record, source: 1 / 0)
             module.recv_forward(None, None, False)
     else:
         module.recv_forward(None, None, False)

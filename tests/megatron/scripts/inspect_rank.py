@@ -31,7 +31,7 @@ def report():
             {
                 "rank": int(os.environ["RANK"]),
                 "patched": sorted(ours),
-                "ledger": len(instrumentor.LEDGER._replacements),
+                "ledger": len(instrumentor.PATCHER._replacements),
                 "provider": type(trace.get_tracer_provider()).__name__,
                 "sigterm": signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
                 "threads": sorted(thread.name for thread in threading.enumerate()),

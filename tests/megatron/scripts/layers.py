@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from torch.utils.checkpoint import checkpoint
 
 from megatron_autoinstrument import MegatronInstrumentor
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
 
 exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))

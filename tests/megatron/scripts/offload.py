@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from megatron_autoinstrument import MegatronInstrumentor
-from megatron_autoinstrument.recording.recorder import LIVE, RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.record import LIVE
 
 exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -44,7 +44,7 @@ def state():
 def behaviour():
     """What differs between each replaced thing and its original, to whoever copies, pickles or inspects it."""
     problems = []
-    for _, holder, name, original, replacement, _ in instrumentor.LEDGER._replacements:
+    for _, holder, name, original, replacement, _ in instrumentor.PATCHER._replacements:
         where = f"{holder.__name__}.{name}"
         if inspect.signature(replacement) != inspect.signature(original):
             problems.append(f"{where}: signature")
@@ -140,7 +140,7 @@ settings = {} if CONTROL else by_settings()
 before = state()
 if not CONTROL:
     MegatronInstrumentor().instrument()
-patched = len(instrumentor.LEDGER._replacements)
+patched = len(instrumentor.PATCHER._replacements)
 during = state()
 different = sum(during[key] is not before[key] for key in before)
 problems = [] if CONTROL else behaviour() + bound_methods()
@@ -152,7 +152,7 @@ pretrain_tiny_gpt.main()
 if not CONTROL:
     MegatronInstrumentor().uninstrument()
 after = state()
-wrappers = {id(patch.wrapper) for patch in instrumentor.LEDGER._patches.values()}
+wrappers = {id(patch.wrapper) for patch in instrumentor.PATCHER._patches.values()}
 print(
     "PROCESS STATE",
     json.dumps(

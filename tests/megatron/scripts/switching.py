@@ -94,7 +94,7 @@ def between_steps(*args, **kwargs):
     finished = get_args().curr_iteration + 1
     AFTER.get(finished, bool)()
     if finished < RANDOM_AFTER:
-        replaced[finished + 1] = 0 if CONTROL else len(instrumentor.LEDGER._replacements)
+        replaced[finished + 1] = 0 if CONTROL else len(instrumentor.PATCHER._replacements)
         calls_of_ours.count(finished + 1)
     return decide(*args, **kwargs)
 

@@ -15,16 +15,16 @@ from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 
 from megatron_autoinstrument import MegatronInstrumentor, instrumentor
 from megatron_autoinstrument.export import direct, encode, providers
-from megatron_autoinstrument.recording.recorder import RECORDER
+from megatron_autoinstrument.instrumentor import RECORDER
 from megatron_autoinstrument.targets import arguments
 
 LOOKING = 4  # steps, an evaluation among them
 # The guards themselves: what they call is what they guard.
-GUARDS = {"_wrap.<locals>.wrapper", "_Patch.end", "_Patch.turn_off", "Ledger.silence", "Recorder._get_ready"}
-GUARDS |= {"_Thread._run", "_Thread._do"}
+GUARDS = {"_wrap.<locals>.wrapper", "_Patch.end", "_Patch.turn_off", "Patcher.silence", "Recorder._get_ready"}
+GUARDS |= {"Worker._run", "Worker._do"}
 GUARDS |= {f"MegatronInstrumentor.{name}" for name in ("instrument", "_instrument", "uninstrument", "_uninstrument")}
 GUARDS |= {"MegatronInstrumentor.instrumentation_dependencies", "_in_turn", "_guarded"}
-GUARDS |= {"Recorder.flush"}  # called here
+GUARDS |= {"Outbox.flush"}  # called here
 TOOL = sys.monitoring.DEBUGGER_ID
 EVENT = sys.monitoring.events.PY_START
 
@@ -130,7 +130,7 @@ def boundary():
     trace_exporter.encode_spans = encode_spans
     encode._seen.clear()
     encode._encoding.clear()
-    for ledger in (instrumentor.LEDGER, arguments.LEDGER):
+    for ledger in (instrumentor.PATCHER, arguments.PATCHER):
         ledger._named.clear()
     if left:
         current = left.pop(0)

@@ -5,8 +5,9 @@ import logging
 import pretrain_tiny_gpt
 
 from megatron_autoinstrument import MegatronInstrumentor, targets
+from megatron_autoinstrument.instrumentor import RECORDER
 from megatron_autoinstrument.megatron.patching import Seam
-from megatron_autoinstrument.recording.recorder import RECORDER, span
+from megatron_autoinstrument.recording.hooks import span
 
 handler = logging.StreamHandler()  # of its own: Megatron sets up the root logger's
 handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))

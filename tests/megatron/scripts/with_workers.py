@@ -18,7 +18,7 @@ told = set()
 def telling(self, index):
     if str(os.getpid()) != parent and os.getpid() not in told:
         told.add(os.getpid())
-        spans = sys.modules.get("megatron_autoinstrument.recording.recorder")
+        spans = sys.modules.get("megatron_autoinstrument.instrumentor")
         open_records = spans is not None and spans.RECORDER.current is not None
         mine = [thread.name for thread in threading.enumerate() if "megatron" in thread.name or "Otel" in thread.name]
         os.write(1, f"\nWORKER {os.getpid()} recording={open_records} threads={mine}\n".encode())

@@ -17,7 +17,7 @@ def tell(event, arguments):
         return
     if os.getpid() not in told:
         told.add(os.getpid())
-        spans = sys.modules.get("megatron_autoinstrument.recording.recorder")
+        spans = sys.modules.get("megatron_autoinstrument.instrumentor")
         at_work = {thread.name for thread in threading.enumerate() if thread.name.startswith("megatron")}
         if spans is not None and (spans.RECORDER.current is not None or spans.RECORDER._waiting):
             at_work.add("records")
