@@ -20,7 +20,6 @@ ONCE |= {
 }  # each half second, which may be in another step
 # What is known by now.
 ONCE |= {f"encode.py:{name}" for name in ("_name", "_add_name", "_add_key", "_float", "_key_value", "_varint")}
-ONCE |= {"record.py:Record.start"}  # of a span of the tracer's, which there is none of in that step
 ONCE |= {f"journal.py:{name}" for name in ("_is_number", "_line", "Journal.kind", "_Shapes._shape")}
 ONCE |= {"journal.py:_Shapes._shape.<locals>.<genexpr>"}
 ONCE |= {
