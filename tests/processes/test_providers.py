@@ -28,7 +28,7 @@ def test_the_applications_global_provider_is_used_and_never_replaced():
         "from opentelemetry.sdk.trace import TracerProvider\n"
         "theirs = TracerProvider(); trace.set_tracer_provider(theirs)\n"
         + CONNECT.format(exporter=None)
-        + "print(provider is theirs is trace.get_tracer_provider(), bool(providers._ours), connection.exit_timeout_s)"
+        + "print(provider is theirs is trace.get_tracer_provider(), bool(providers._built), connection.exit_timeout_s)"
     )
     assert out == "True False 10.0"
     assert not err
@@ -39,7 +39,7 @@ def test_without_a_provider_ours_exports_otlp_over_grpc_and_is_global():
         "from opentelemetry import trace\n"
         + CONNECT.format(exporter=None)
         + "processor = provider._active_span_processor._span_processors[0]\n"
-        "print(trace.get_tracer_provider() is provider, bool(providers._ours), connection.exit_timeout_s)\n"
+        "print(trace.get_tracer_provider() is provider, bool(providers._built), connection.exit_timeout_s)\n"
         "print(type(processor.span_exporter).__module__, provider.resource.attributes['dl.rank'])\n"
         "print(type(provider.id_generator).__name__)\n"
         "connection.flush_spans(final=True)"

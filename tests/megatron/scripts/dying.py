@@ -9,23 +9,34 @@ import os
 import signal
 from pathlib import Path
 
-import pretrain_tiny_gpt
-from megatron.training import get_args
-
 from megatron_autoinstrument.instrumentor import RECORDER
+from megatron_autoinstrument.recording.recorder import Recorder
 
 notes = os.open(os.environ["NOTES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-forward_step, end, calls = pretrain_tiny_gpt.forward_step, RECORDER.end, 0
+end, end_call = Recorder.end, Recorder.end_call
 
 
 def note(what, record):
     os.write(notes, f"{os.environ['RANK']} {what} {record.name} {record.span_id:016x}\n".encode())
 
 
-def end_noting(record, *args, **kwargs):
-    end(record, *args, **kwargs)
+def end_noting(recorder, record, *args, **kwargs):
+    end(recorder, record, *args, **kwargs)
     if record.span_id:
         note("ended", record)
+
+
+def end_call_noting(recorder, record, result, error):
+    end_noting(recorder, record, error)
+
+
+# Before Megatron is imported: its hooks keep what they are given.
+Recorder.end, Recorder.end_call = end_noting, end_call_noting
+
+import pretrain_tiny_gpt  # noqa: E402
+from megatron.training import get_args  # noqa: E402
+
+forward_step, calls = pretrain_tiny_gpt.forward_step, 0
 
 
 def die():
@@ -55,6 +66,5 @@ def forward_step_and_die(data_iterator, model):
     return forward_step(data_iterator, model)
 
 
-RECORDER.end = end_noting
 pretrain_tiny_gpt.forward_step = forward_step_and_die
 pretrain_tiny_gpt.main()

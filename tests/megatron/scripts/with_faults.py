@@ -21,7 +21,7 @@ targets.SEAMS += (
     Seam("megatron.core.pipeline_parallel.schedules", "NoSuchClass.step", {"step"}, span("megatron.train_step")),
     Seam("megatron.core.no_such_module", "function", {"step"}, span("megatron.train_step")),
 )
-begin, end = RECORDER.begin, RECORDER.end
+begin, end = RECORDER.begin_frequent, RECORDER.end
 
 
 def begin_with_fault(name, *args, **kwargs):
@@ -36,6 +36,6 @@ def end_with_fault(record, *args, **kwargs):
     end(record, *args, **kwargs)
 
 
-RECORDER.begin, RECORDER.end = begin_with_fault, end_with_fault
+RECORDER.begin_frequent, RECORDER.end = begin_with_fault, end_with_fault
 MegatronInstrumentor().instrument()
 pretrain_tiny_gpt.main()
