@@ -244,8 +244,11 @@ class Direct:
             return 0, None
         (take,), handed, never_infinite = self._takers, 0, _NEVER_INFINITE
         try:
-            while waiting and handed < most:
-                record = waiting.popleft()
+            while handed < most:
+                try:
+                    record = waiting.popleft()
+                except IndexError:  # another thread may be here after the last flush
+                    break
                 if record.ended is None or record.error is not None or record.trace is None:
                     return handed, record
                 attributes = record.attributes

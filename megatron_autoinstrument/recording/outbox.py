@@ -173,10 +173,10 @@ class Outbox:
                         self._unfinished.remove(record)
                         self._hand_over(record)
             while self._waiting:
-                unusual = self._hand_over_usual()
-                if unusual is None and not self._waiting:
+                try:
+                    record = self._hand_over_usual() or self._waiting.popleft()
+                except IndexError:  # no more: all was usual, or the thread that the last drain doesn't wait for has it
                     break
-                record = unusual or self._waiting.popleft()
                 running = record.ended is None and not self._is_lost(record)
                 if running and len(self._unfinished) < MAX_WAITING:
                     self._unfinished.append(record)
