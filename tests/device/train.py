@@ -81,9 +81,9 @@ def strict(call):
 
 
 def strictly(make):
-    def hook(original, groups):
-        begin, end = make(original, groups)
-        return patching.Hook(strict(begin), strict(end))
+    def hook(original, recorder):
+        made = make(original, recorder)
+        return patching.Hook(strict(made.begin), strict(made.end))
 
     return hook
 
