@@ -1,4 +1,4 @@
-"""The settings, one row each. Their reading, `instrument()`'s keywords, Megatron's flags, README's table and the
+"""The settings, one row each. Their reading, `instrument()`'s keywords, Megatron's flags, docs/settings.md's table and the
 contract's check come from here; a new setting is a row, and a typed field of `config.Config`."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     row `config` reads the flag alone. Where a function stands for its kind, that depends on this process's place."""
 
     name: str  # its variable
-    meaning: str  # README's words
+    meaning: str  # the words of docs/settings.md
     default: str = ""  # as the variable would have it; empty: None, and something else decides
     kind: Kind | Callable[[Rank], Kind] | None = None  # None: `config` doesn't read it
     alias: str = ""  # another variable, which this one beats
