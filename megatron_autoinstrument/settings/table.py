@@ -1,5 +1,5 @@
-"""The settings, one row each. Their reading, `instrument()`'s keywords, Megatron's flags, docs/settings.md's table and the
-contract's check come from here; a new setting is a row, and a typed field of `config.Config`."""
+"""The settings, one row each. Their reading, `instrument()`'s keywords, Megatron's flags, the table of docs/settings.md
+and the contract's check come from here; a new setting is a row, and a typed field of `config.Config`."""
 
 from __future__ import annotations
 
