@@ -11,6 +11,7 @@ from html import escape
 from itertools import groupby
 
 PACKAGE = "megatron_autoinstrument"
+# From the top, held by tests/unit/test_house.py. "" is the ways in, beside which `version` may be imported from anywhere.
 ROWS = ("tools", "", "targets", "export", "recording", "megatron", "settings", "process", "common")
 STYLE = (
     "text{font:11px sans-serif}.row{font-weight:bold}rect{fill:#eef;stroke:#88a}"
@@ -19,15 +20,18 @@ STYLE = (
 WIDE, HIGH, LEFT, CHARACTER = 1500, 92, 120, 6.6
 
 
+def module_of(path):
+    """The module in a file of the package, without the package's name."""
+    return path.removeprefix(f"{PACKAGE}/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def sources(revision):
-    """Module: source, without the package's name, in the revision."""
+    """Module: source, in the revision."""
     listing = ["git", "ls-tree", "-r", "--name-only", revision, PACKAGE]
-    found = {}
-    for name in subprocess.check_output(listing, text=True).split():
-        if name.endswith(".py"):
-            module = name.removeprefix(f"{PACKAGE}/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            found[module] = subprocess.check_output(["git", "show", f"{revision}:{name}"], text=True)
-    return found
+    names = [name for name in subprocess.check_output(listing, text=True).split() if name.endswith(".py")]
+    return {
+        module_of(name): subprocess.check_output(["git", "show", f"{revision}:{name}"], text=True) for name in names
+    }
 
 
 def imports(modules):

@@ -43,6 +43,7 @@ from megatron_autoinstrument.export.sdk_internals import (
     set_times,
     taking,
 )
+from megatron_autoinstrument.recording.connection import SpanStart
 from megatron_autoinstrument.recording.record import Record, linked
 
 _logger = get_logger(__name__)
@@ -156,31 +157,19 @@ class Direct:
             self.look()
         return self.possible
 
-    def start(
-        self,
-        parent: SpanContext | ApiSpan | None,
-        trace_id: int | None,
-        name: str,
-        start: int,
-        attributes: Mapping[str, Any] | None,
-        links: Sequence[Link],
-        span_id: int | None,
-    ) -> Live | None:
+    def start(self, parent: SpanContext | ApiSpan | None, trace_id: int | None, what: SpanStart) -> Live | None:
         """Starts a span that may be current. None where the tracer has to.
 
         Args:
             parent: A span that the sampler was asked about, or its context: the SDK's own keep what is inside one that
                 they kept.
             trace_id: Of the trace whose root it is, where it has no parent.
-            name: Of the span.
-            start: In ns since the epoch.
-            attributes: Of it.
-            links: Of it.
-            span_id: Its id; None for a random one.
+            what: The span starts with that.
         """
         try:
-            if not self.possible or (processors_behind(self._tracer) is not self._seen and not self._is_possible()):
+            if not self._is_possible():
                 return None
+            name, start, attributes, links, span_id = what
             if type(parent) is Live:
                 return _live((self, name, span_id or random_span_id(), parent, start, attributes, links))
             around = parent if parent is None or isinstance(parent, SpanContext) else parent.get_span_context()

@@ -47,6 +47,7 @@ from megatron_autoinstrument.export.sdk_internals import (
     resource_of,
     set_resource,
 )
+from megatron_autoinstrument.recording.connection import SpanStart
 from megatron_autoinstrument.recording.traces import Traces, trace_id
 from megatron_autoinstrument.settings import declarative, standard
 from megatron_autoinstrument.version import __version__
@@ -106,17 +107,9 @@ class Providers:
         self._tell_from = monotonic() + _PROCESSORS_WITHIN_S
         self.look()
 
-    def start_span(
-        self,
-        context: Context | None,
-        trace_id: int | None,
-        name: str,
-        start: int,
-        attributes: Mapping[str, Any] | None,
-        links: Sequence[trace.Link],
-        span_id: int | None,
-    ) -> trace.Span:
+    def start_span(self, context: Context | None, trace_id: int | None, what: SpanStart) -> trace.Span:
         """Starts a span, with these ids where they are given and the provider lets us choose."""
+        name, start, attributes, links, span_id = what
         generator = self._generator
         if generator is None or trace_id is span_id is None:
             return self.tracer.start_span(name, context, start_time=start, attributes=attributes, links=links)

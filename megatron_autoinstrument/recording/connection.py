@@ -14,20 +14,15 @@ from opentelemetry.trace import Link, Span, SpanContext
 from megatron_autoinstrument.recording.record import Record
 from megatron_autoinstrument.recording.traces import Traces
 
+SpanStart = tuple[str, int, Mapping[str, Any] | None, Sequence[Link], int | None]
+"""What a span starts with: its name, its start in ns since the epoch, its attributes, its links, and its id; None for a
+random one."""
+
 
 class Direct(Protocol):
     """Spans without a tracer, where nobody could tell the difference."""
 
-    def start(
-        self,
-        parent: SpanContext | Span | None,
-        trace_id: int | None,
-        name: str,
-        start: int,
-        attributes: Mapping[str, Any] | None,
-        links: Sequence[Link],
-        span_id: int | None,
-    ) -> Span | None:
+    def start(self, parent: SpanContext | Span | None, trace_id: int | None, what: SpanStart) -> Span | None:
         """Starts a span that may be current. None where the tracer has to."""
 
     def finish(self, span: Any, end: int | None, attributes: Mapping[str, Any] | None) -> bool:
@@ -72,16 +67,7 @@ class Connection(Protocol):
         """How many spans an exporter has now: they may have arrived."""
         ...
 
-    def start_span(
-        self,
-        context: Context | None,
-        trace_id: int | None,
-        name: str,
-        start: int,
-        attributes: Mapping[str, Any] | None,
-        links: Sequence[Link],
-        span_id: int | None,
-    ) -> Span:
+    def start_span(self, context: Context | None, trace_id: int | None, what: SpanStart) -> Span:
         """Starts a span by the tracer, with these ids where they are given and the provider lets one choose."""
         ...
 

@@ -249,13 +249,8 @@ class Journal:
             index = self._free.popleft()
         except IndexError:
             return 0
-        at, number, name = _KEPT_AT + index * SLOT_BYTES, index + 1, call.name
-        if call.attributes or name not in self.plain:
-            self.write(at, number, call, parent_id)
-        else:
-            kind, trace, span_id = self.plain[name], call.trace or NO_TRACE, call.span_id
-            pack_plain_into(self.memory, at, kind, call.begun, call.offset, trace, span_id, parent_id, number)
-        return -number
+        self.write(_KEPT_AT + index * SLOT_BYTES, index + 1, call, parent_id)
+        return -1 - index
 
     def end_kept(self, number: int, ended: int) -> None:
         """Like `end`, for a call that `keep` has given its number. It can be read until its place is needed."""

@@ -223,32 +223,6 @@ class Recorder(Spans):
             self.current = record.parent
         else:
             self._end_elsewhere(record)
-        if error is None and not attributes and record.kind is FREQUENT:
-            if (slot := record.slot) and (journal := self.journal) is not None and journal.latest - slot < SURE:
-                journal.words[FIRST_END + (slot & MASK) * SLOT_WORDS] = ended  # as `Journal.end` does
-        else:
-            self._end_with_more(record, ended, error, attributes, hold)
-        record.ended = ended  # last: from here on the thread may take it
-
-    def end_call(self, record: Record, result: Any, error: BaseException | None) -> None:
-        """`end`, as the end of a hook: of a call whose result says nothing."""
-        if error is not None or record.kind is not FREQUENT or not record.owned:
-            self.end(record, error)
-            return
-        ended = monotonic_ns()
-        self.current = record.parent
-        if (slot := record.slot) and (journal := self.journal) is not None and journal.latest - slot < SURE:
-            journal.words[FIRST_END + (slot & MASK) * SLOT_WORDS] = ended  # as `Journal.end` does
-        record.ended = ended  # last: from here on the thread may take it
-
-    def _end_with_more(
-        self,
-        record: Record,
-        ended: int,
-        error: BaseException | None,
-        attributes: dict[str, Any] | None,
-        hold: bool,
-    ) -> None:
         if attributes:
             record.attributes = {**record.attributes, **attributes} if record.attributes else attributes
         if error is not None:
@@ -265,6 +239,22 @@ class Recorder(Spans):
                 journal.end_kept(record.slot, ended)
         if record.kind is LIVE:
             self._close(record, ended, hold and self._holds)
+        record.ended = ended  # last: from here on the thread may take it
+
+    def end_call(self, record: Record, result: Any, error: BaseException | None) -> None:
+        """`end`, as the end of a hook, of a call whose result says nothing. Most calls come here, so that it calls
+        nothing that it can do itself."""
+        if error is not None or record.kind is not FREQUENT:
+            self.end(record, error)
+            return
+        ended = monotonic_ns()
+        if record.owned:
+            self.current = record.parent
+        else:
+            self._end_elsewhere(record)
+        if (slot := record.slot) and (journal := self.journal) is not None and journal.latest - slot < SURE:
+            journal.words[FIRST_END + (slot & MASK) * SLOT_WORDS] = ended  # as `Journal.end` does
+        record.ended = ended  # last: from here on the thread may take it
 
     def link(self, record: Record, to: Identity) -> None:
         """Says what a record is linked to."""
@@ -275,7 +265,7 @@ class Recorder(Spans):
     def end_together(self, records: list[Record], error: BaseException | None) -> None:
         """Closes them now."""
         first = records[0]
-        self.end(first, error)
+        self.end_call(first, None, error)
         # An exception is recorded once, on the first of them.
         marked = {"exception.type": first.error["exception.type"]} if first.error else None
         for other in records[1:]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -15,13 +14,12 @@ from megatron_autoinstrument.common.private_random import random_span_id
 from megatron_autoinstrument.common.redact import get_logger
 from megatron_autoinstrument.common.semconv import SPAN_GROUPS
 from megatron_autoinstrument.recording import outbox
+from megatron_autoinstrument.recording.connection import SpanStart
 from megatron_autoinstrument.recording.record import FREQUENT, SILENT, Record, linked
 from megatron_autoinstrument.recording.run import Run
 from megatron_autoinstrument.recording.traces import span_id
 
 _logger = get_logger(__name__)
-
-Attributes = Mapping[str, Any]
 
 RUN_GROUPS = {"job", "model_init", "load_checkpoint", "checkpoint", "evaluate"}
 """What belongs to no step."""
@@ -62,7 +60,7 @@ class Spans(outbox.Outbox):
         if root is not None or inside is not None:
             own_id = random_span_id() if record.identity is None else span_id(record.identity)
             start = record.begun + record.offset
-            span = connection.direct.start(inside, root, record.name, start, record.attributes, links, own_id)
+            span = connection.direct.start(inside, root, (record.name, start, record.attributes, links, own_id))
             if span is not None:
                 record.span = span
                 parent_id, record.span_id = record.span_id, own_id
@@ -85,13 +83,13 @@ class Spans(outbox.Outbox):
         if place.opens_step:
             context = trace.set_span_in_context(trace.INVALID_SPAN)
         elif (current := trace.get_current_span().get_span_context()) is place.parent:
-            span = self._connection.direct.start(current, None, *described)
+            span = self._connection.direct.start(current, None, described)
             direct = span is not None
         elif not current.is_valid:
             context = _context_of(place.parent)
         if span is None:
             try:
-                span = self._connection.start_span(context, place.trace, *described)
+                span = self._connection.start_span(context, place.trace, described)
             except Exception as error:  # noqa: BLE001
                 record.kind = SILENT  # what is inside belongs to what is around
                 if record.root is not None:
@@ -171,7 +169,7 @@ class Spans(outbox.Outbox):
         self._start_around(record)
         place = self._placement(record)
         context = _context_of(place.parent)
-        record.span = self._connection.start_span(context, place.trace, *_described(record, place))
+        record.span = self._connection.start_span(context, place.trace, _described(record, place))
         return record.span
 
     def _start_around(self, record: Record) -> None:
@@ -204,10 +202,8 @@ def _context_of(parent: SpanContext | None) -> context_api.Context:
     )
 
 
-def _described(
-    record: Record, place: SpanPlacement
-) -> tuple[str, int, Attributes | None, tuple[Link, ...], int | None]:
-    """What is known of its span when it starts: name, start, attributes, links and id."""
+def _described(record: Record, place: SpanPlacement) -> SpanStart:
+    """What is known of its span when it starts."""
     links = () if place.around is None else _links_around(place.around)
     if record.link is not None:
         links += (Link(linked(record.link), {}),)

@@ -16,6 +16,7 @@ SEAMS = tuple(
         "megatron.core.pipeline_parallel.fine_grained_activation_offload",
         f"ChunkOffloadHandler.{what}",
         {"activation_offload"},
+        # Asked for anew: this is one span for each tensor that is copied, which takes far longer.
         span(f"megatron.activation.{what}", skip=lambda args, kwargs: torch_state.is_capturing()()),
     )
     for what in ("offload", "reload")

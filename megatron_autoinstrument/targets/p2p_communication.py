@@ -106,7 +106,7 @@ def _operation(operation: str, original: Function, recorder: Recorder) -> Hook:
         linked, records = token
         recorder.end_together(records, error)
         if linked is not None:
-            recorder.end(linked, error)
+            recorder.end_call(linked, None, error)
 
     return Hook(begin, end)
 

@@ -26,10 +26,10 @@ def made_directly(monkeypatch):
     """The names of the live spans that were made without the tracer."""
     names, make = [], direct.Direct.start
 
-    def spy(self, *args):
-        made = make(self, *args)
+    def spy(self, parent, trace_id, what):
+        made = make(self, parent, trace_id, what)
         if made is not None:
-            names.append(args[2])
+            names.append(what[0])
         return made
 
     monkeypatch.setattr(direct.Direct, "start", spy)

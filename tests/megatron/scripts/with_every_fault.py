@@ -20,7 +20,7 @@ from megatron_autoinstrument.targets import arguments
 
 LOOKING = 4  # steps, an evaluation among them
 # The guards themselves: what they call is what they guard.
-GUARDS = {"_wrap.<locals>.wrapper", "_Patch.end", "_Patch.turn_off", "Patcher.silence", "Recorder._get_ready"}
+GUARDS = {"_wrap.<locals>.wrapper", "_Patch.turn_off", "Patcher.silence", "Recorder._get_ready"}
 GUARDS |= {"Worker._run", "Worker._do"}
 GUARDS |= {f"MegatronInstrumentor.{name}" for name in ("instrument", "_instrument", "uninstrument", "_uninstrument")}
 GUARDS |= {"MegatronInstrumentor.instrumentation_dependencies", "_in_turn", "_guarded"}

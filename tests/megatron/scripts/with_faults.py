@@ -21,7 +21,7 @@ targets.SEAMS += (
     Seam("megatron.core.pipeline_parallel.schedules", "NoSuchClass.step", {"step"}, span("megatron.train_step")),
     Seam("megatron.core.no_such_module", "function", {"step"}, span("megatron.train_step")),
 )
-begin, end = RECORDER.begin_frequent, RECORDER.end
+begin, end, end_call = RECORDER.begin_frequent, RECORDER.end, RECORDER.end_call
 
 
 def begin_with_fault(name, *args, **kwargs):
@@ -31,11 +31,17 @@ def begin_with_fault(name, *args, **kwargs):
 
 
 def end_with_fault(record, *args, **kwargs):
-    if record.name in ("megatron.p2p.send_forward", "megatron.evaluate"):
+    if record.name == "megatron.evaluate":
         raise RuntimeError("injected")
     end(record, *args, **kwargs)
 
 
-RECORDER.begin_frequent, RECORDER.end = begin_with_fault, end_with_fault
+def end_call_with_fault(record, result, error):
+    if record.name == "megatron.p2p.send_forward":
+        raise RuntimeError("injected")
+    end_call(record, result, error)
+
+
+RECORDER.begin_frequent, RECORDER.end, RECORDER.end_call = begin_with_fault, end_with_fault, end_call_with_fault
 MegatronInstrumentor().instrument()
 pretrain_tiny_gpt.main()
