@@ -11,7 +11,7 @@ from html import escape
 from itertools import groupby
 
 PACKAGE = "megatron_autoinstrument"
-# From the top, held by tests/unit/test_house.py. "" is the ways in, beside which `version` may be imported from anywhere.
+# From the top, held by tests/unit/test_house.py. "" is the ways in, beside which `version` is for all to import.
 ROWS = ("tools", "", "targets", "export", "recording", "megatron", "settings", "process", "common")
 STYLE = (
     "text{font:11px sans-serif}.row{font-weight:bold}rect{fill:#eef;stroke:#88a}"
